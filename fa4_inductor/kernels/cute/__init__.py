@@ -1,0 +1,1 @@
+"""CuTe-DSL kernels for sm_90a. Only this package imports cutlass."""

@@ -1,0 +1,43 @@
+"""The measured table of tile configurations.
+
+Each row says on which GPU and when it was measured; `docs/engineering-log.md` holds the experiments. Rows are looked up by
+padded head dims, so (80, 80) uses the row of (96, 96).
+"""
+
+from __future__ import annotations
+
+from fa4_inductor.lowering.config import KernelConfig
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+
+# (head_dim, head_dim_v) -> config, padded dims
+_SM90: dict[tuple[int, int], KernelConfig] = {
+    (64, 64): KernelConfig(num_consumers=3, tile_n=128, num_stages=2),
+    (96, 96): KernelConfig(num_consumers=2, tile_n=128, num_stages=2),
+    (128, 128): KernelConfig(num_consumers=2, tile_n=128, num_stages=2),
+    (192, 128): KernelConfig(num_consumers=2, tile_n=128, num_stages=2, order_warpgroups=False),
+    (192, 192): KernelConfig(num_consumers=2, tile_n=96, num_stages=2, order_warpgroups=False),
+    (256, 256): KernelConfig(num_consumers=2, tile_n=80, num_stages=2, order_warpgroups=False),
+}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dim the tile has in shared memory (80 is padded to 96 by TMA zero fill)."""
+    return 96 if head_dim == 80 else head_dim
+
+
+def select_config(head_dim: int, head_dim_v: int, masked: bool) -> KernelConfig | None:
+    """Configuration for these head dims, or None where the kernel does not support them.
+
+    Args:
+        head_dim, head_dim_v: of the user's tensors.
+        masked: whether the program has a keep expression that is not constant True.
+    """
+    if head_dim not in HEAD_DIMS or head_dim_v not in HEAD_DIMS:
+        return None
+    d, dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    exact = _SM90.get((d, dv))
+    if exact is not None:
+        return exact
+    widest = max(d, dv)
+    return _SM90[(widest, widest)]
