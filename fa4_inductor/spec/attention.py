@@ -1,0 +1,80 @@
+"""AttentionSpec: the meaning of one attention site, free of graphs, devices and kernels."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from fa4_inductor.errors import ProgramError
+from fa4_inductor.spec.expr import TRUE, Expr, score
+from fa4_inductor.spec.ops import Kind
+
+_AUX_KINDS = {
+    "bool": Kind.BOOL,
+    "uint8": Kind.INT, "int8": Kind.INT, "int16": Kind.INT, "int32": Kind.INT, "int64": Kind.INT,
+    "float16": Kind.FLOAT, "bfloat16": Kind.FLOAT, "float32": Kind.FLOAT, "float64": Kind.FLOAT,
+}  # fmt: skip
+
+
+class EmptyRow(enum.Enum):
+    """What a query row gets when `keep` is true for no key (and there is no sink)."""
+
+    NAN = "nan"  # eager softmax over a row of -inf
+    ZERO = "zero"  # torch SDPA with a bool mask (since 2.5), flex_attention
+    MEAN = "mean"  # eager with a finfo.min fill: the row is uniform over all seqlen_k columns
+
+
+@dataclass(frozen=True)
+class AuxSpec:
+    """dtype (torch name without "torch.") and rank of one captured tensor."""
+
+    dtype: str
+    ndim: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _AUX_KINDS:
+            raise ProgramError(f"aux dtype {self.dtype!r} is not supported; known: {', '.join(_AUX_KINDS)}")
+
+    @property
+    def kind(self) -> Kind:
+        return _AUX_KINDS[self.dtype]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> AuxSpec:
+        return cls(str(tensor.dtype).removeprefix("torch."), tensor.dim())
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """softmax over kept keys of `score`, times V.
+
+    Attributes:
+        softmax_scale: factor on q . k; `score()` inside the programs stands for the scaled product.
+        score: FLOAT expression, the logit in natural units.
+        keep: BOOL expression without `score`; False removes the key from the row.
+        sink: FLOAT expression over (b, h, q_idx), the logit of one extra column that takes part in the softmax and is then dropped.
+        empty_row: contract for rows that keep no key; irrelevant (and ZERO) when there is a sink.
+        aux: dtypes and ranks of the captured tensors, in slot order.
+        num_sizes: number of run-time integers `size0..`.
+    """
+
+    softmax_scale: float
+    score: Expr = score()
+    keep: Expr = TRUE
+    sink: Expr | None = None
+    empty_row: EmptyRow = EmptyRow.ZERO
+    aux: tuple[AuxSpec, ...] = ()
+    num_sizes: int = 0
+
+    @property
+    def text(self) -> str:
+        """The program text (`spec.printer`): the identity of this spec."""
+        from fa4_inductor.spec.printer import print_spec
+
+        return print_spec(self)
