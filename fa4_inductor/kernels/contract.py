@@ -1,0 +1,51 @@
+"""The contract every implementation of attention keeps: its call signature, its tensor layout, its LSE.
+
+An implementation is a function `(q, k, v, aux, spec, sizes, *, need_lse) -> (out, lse)`:
+
+    q    (B, Hq, Sq, D)                          any strides, fp16, bf16, fp32 or fp64
+    k, v (B or 1, Hkv, Sk, D), (B or 1, Hkv, Sk, Dv)   query head h reads key head h // (Hq // Hkv)
+    aux  captured tensors in slot order, of the dtypes and ranks in `spec.aux`
+    out  (B, Hq, Sq, Dv) in q's dtype, BSHD memory (a transposed view of a contiguous (B, Sq, Hq, Dv))
+    lse  (B, Hq, Sq) natural log, -inf for rows that keep no key and have no sink; shape (0,) when not asked for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from fa4_inductor.spec import AttentionSpec
+
+
+class AttentionFunction(Protocol):
+    """An eager implementation of attention; see the module docstring for shapes."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        aux: Sequence[torch.Tensor],
+        spec: AttentionSpec,
+        sizes: Sequence[int],
+        *,
+        need_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Uninitialised `out` for these operands, with BSHD memory."""
+    batch, heads, seqlen_q, _ = q.shape
+    return q.new_empty((batch, seqlen_q, heads, v.shape[-1])).transpose(1, 2)
+
+
+def bshd(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`out` (B, H, S, D) in `dtype` with BSHD memory."""
+    return out.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def no_lse(q: torch.Tensor) -> torch.Tensor:
+    """What stands for the LSE when it was not asked for: fp32, shape (0,)."""
+    return q.new_empty((0,), dtype=torch.float32)
