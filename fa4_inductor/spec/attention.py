@@ -58,7 +58,8 @@ class AttentionSpec:
         softmax_scale: factor on q . k; `score()` inside the programs stands for the scaled product.
         score: FLOAT expression, the logit in natural units.
         keep: BOOL expression without `score`; False removes the key from the row.
-        sink: FLOAT expression over (b, h, q_idx), the logit of one extra column that takes part in the softmax and is then dropped.
+        sink: FLOAT expression over (b, h, q_idx), the logit of one extra column that takes part in the softmax and
+            is then dropped.
         empty_row: contract for rows that keep no key; irrelevant (and ZERO) when there is a sink.
         aux: dtypes and ranks of the captured tensors, in slot order.
         num_sizes: number of run-time integers `size0..`.

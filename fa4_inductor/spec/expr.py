@@ -1,7 +1,9 @@
 """Score-program expressions: hash-consed, typed DAGs.
 
-Two structurally equal expressions are the same object, so identity is equality and a dict keyed by `Expr` is a common-subexpression table.
-Build them with the constructors and Python operators of this module; every constructor checks kinds, promotes operands and folds constants.
+Two structurally equal expressions are the same object, so identity is equality and a dict keyed by `Expr` is a
+common-subexpression table.
+Build them with the constructors and Python operators of this module; every constructor checks kinds, promotes
+operands and folds constants.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _lock = threading.Lock()
 class Expr:
     """A node. `op` is "const", "score", "index", "size", "load" or a name in `OPS`.
 
-    `value` is the constant (bool, int, float), the index or size name, or the aux slot of a load; None for pointwise ops.
+    `value` is the constant (bool, int, float), the index or size name, or the aux slot of a load; None for pointwise
+    ops.
     `args` are the operands, or the indices of a load.
     """
 

@@ -21,7 +21,9 @@ class Env:
     """Values of the names in a program.
 
     Attributes:
-        names: `score`, `b`, `h`, `q_idx`, `kv_idx` (broadcastable tensors), `seqlen_q`, `seqlen_k` and `sizeN` (ints or 0-dim tensors).
+        names: `score`, `b`, `h`, `q_idx`, `kv_idx` (broadcastable tensors), `seqlen_q`, `seqlen_k` and `sizeN`
+            (ints; where the values are
+            proxies, 0-dim tensor proxies, since torch functions take no two plain numbers).
         aux: captured tensors in slot order.
     """
 
@@ -88,7 +90,7 @@ def _apply(node: Expr, args: list[Any]) -> Any:
     op = OPS[node.op]
     if not any(_is_tensor(a) for a in args):
         return op.fold(*args)
-    if node.op in _TENSOR_ONLY:
+    if node.op in _TENSOR_ONLY or not _is_tensor(args[0]):
         args = _as_tensors(node, args)
     return op.torch(*args)
 
@@ -97,7 +99,8 @@ _TENSOR_ONLY = frozenset({"minimum", "maximum", "where", "and_", "or_", "xor", "
 
 
 def _as_tensors(node: Expr, args: list[Any]) -> list[Any]:
-    """Some torch functions take no Python numbers; give them 0-dim tensors of the operand's kind on the right device."""
+    """Some torch functions take no Python numbers; give them 0-dim tensors of the operand's kind on the right
+    device."""
     model = next(a for a in args if _is_tensor(a))
     out = []
     for expr, value in zip(node.args, args, strict=True):

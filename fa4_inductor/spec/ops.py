@@ -1,4 +1,5 @@
-"""The table of pointwise operations a score program may use: arity, kinds, how they print, what they mean in eager torch.
+"""The table of pointwise operations a score program may use: arity, kinds, how they print, what they mean in eager
+torch.
 
 How an op is spelled in a kernel belongs to lowering; only its meaning lives here.
 """
@@ -15,7 +16,8 @@ import torch
 
 
 class Kind(enum.IntEnum):
-    """Value kind of an expression, ordered by promotion. INT is int64 in the interpreter and int32 in kernels; FLOAT is fp32 or wider."""
+    """Value kind of an expression, ordered by promotion. INT is int64 in the interpreter and int32 in kernels; FLOAT
+    is fp32 or wider."""
 
     BOOL = 0
     INT = 1
@@ -26,9 +28,11 @@ class Kind(enum.IntEnum):
 class Op:
     """One pointwise operation.
 
-    `operands` is "numeric" (promoted to a common INT or FLOAT), "float" (promoted to FLOAT), "bool", "any" (common kind, BOOL allowed)
+    `operands` is "numeric" (promoted to a common INT or FLOAT), "float" (promoted to FLOAT), "bool", "any" (common
+    kind, BOOL allowed)
     or "select" (BOOL, then two of one kind). `result` is a fixed Kind, or None for the promoted kind of the operands.
-    `symbol` is the Python operator it prints as, None for a function call. `fold` computes constants, `torch` tensors or proxies.
+    `symbol` is the Python operator it prints as, None for a function call. `fold` computes constants, `torch`
+    tensors or proxies.
     """
 
     name: str

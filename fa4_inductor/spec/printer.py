@@ -1,6 +1,7 @@
 """Stable one-line text for expressions and specs, and the parser that reads it back to the same objects.
 
-The text of a spec is its identity: it travels as an argument of the op and is part of every cache key. Change its grammar only together
+The text of a spec is its identity: it travels as an argument of the op and is part of every cache key. Change its
+grammar only together
 with `VERSION`, which makes older cached graphs unreadable on purpose.
 """
 
@@ -23,8 +24,9 @@ _COMPARE, _UNARY, _ATOM = 0, 6, 7
 _CALL_NAMES = {"to_bool": "bool", "to_int": "int", "to_float": "float"}
 _CALLS = {_CALL_NAMES.get(name, name): name for name, op in OPS.items() if op.symbol is None}
 _AST_SYMBOLS = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.BitAnd: "&", ast.BitOr: "|",
-    ast.BitXor: "^", ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
+    ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^",
+    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
 }  # fmt: skip
 
 

@@ -31,7 +31,9 @@ def _verify_node(node: Expr, spec: AttentionSpec) -> None:
     if node.op == "load":
         _expect(0 <= node.value < len(spec.aux), f"aux{node.value} is not declared")
         aux = spec.aux[node.value]
-        _expect(len(node.args) == aux.ndim, f"aux{node.value} has rank {aux.ndim}, indexed with {len(node.args)} indices")
+        _expect(
+            len(node.args) == aux.ndim, f"aux{node.value} has rank {aux.ndim}, indexed with {len(node.args)} indices"
+        )
         _expect(node.kind is aux.kind, f"aux{node.value} is {aux.dtype}, read as {node.kind.name}")
     elif node.op == "size" and node.value not in LENGTH_NAMES:
         _expect(int(node.value[4:]) < spec.num_sizes, f"{node.value} is not declared")
