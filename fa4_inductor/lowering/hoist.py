@@ -24,7 +24,10 @@ from fa4_inductor.spec.interpret import Env, evaluate
 from fa4_inductor.spec.linear import linear
 from fa4_inductor.spec.ops import Kind
 
-_CHEAP = frozenset("add sub mul neg to_float to_int minimum maximum abs where and_ or_ not_ lt le gt ge eq ne".split())
+_CHEAP = frozenset(
+    ["add", "sub", "mul", "neg", "to_float", "to_int", "minimum", "maximum", "abs", "where", "and_", "or_", "not_"]
+    + ["lt", "le", "gt", "ge", "eq", "ne"]
+)
 _Q, _KV = E.index("q_idx"), E.index("kv_idx")
 
 
