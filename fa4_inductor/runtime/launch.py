@@ -1,0 +1,224 @@
+"""From the op to a kernel: what happens on every call. Plans are made once; a call does one dict look-up and one launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa4_inductor import log
+from fa4_inductor.errors import KernelUnavailable
+from fa4_inductor.settings import Settings
+from fa4_inductor.spec import AttentionSpec, parse_spec
+
+Outputs = tuple[Tensor, Tensor]
+_ALIGNMENT = 16  # bytes: what TMA demands of addresses and of all strides but the innermost
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """A kernel with what its launches have in common. `bool_aux`: slots that are handed over as their uint8 view."""
+
+    kernel: Callable[..., None]
+    spec: AttentionSpec
+    needs_v_mean: bool
+    bool_aux: bool
+
+
+_plans: dict[tuple[Any, ...], Plan | None] = {}
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    aux: Sequence[Tensor],
+    program: str,
+    sizes: Sequence[int],
+    implementation: str,
+    need_lse: bool,
+) -> Outputs:
+    """Implementation of `fa4_inductor::_forward`: q (B, Hq, Sq, D), k, v (B or 1, Hkv, Sk, D or Dv), any strides.
+
+    Returns:
+        out (B, Hq, Sq, Dv) in q's dtype, BSHD memory; lse (B, Hq, Sq) fp32 natural log, or shape (0,).
+
+    Raises:
+        ValueError: for an implementation that does not exist, or operands that do not fit together.
+        KernelUnavailable: in strict mode, when the kernel cannot be built.
+    """
+    _check(q, k, v, aux)
+    run = _RUN.get(implementation)
+    if run is None:
+        raise ValueError(f"unknown implementation {implementation!r}: known are {', '.join(_RUN)}")
+    return run(q, k, v, aux, program, sizes, need_lse)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor]) -> None:
+    (batch, heads, _, head_dim), (kv_batch, kv_heads, seqlen_k, k_dim), v_shape = q.shape, k.shape, v.shape
+    fits = (
+        k_dim == head_dim
+        and v_shape[1:3] == (kv_heads, seqlen_k)
+        and kv_batch in (1, batch)
+        and v_shape[0] in (1, batch)
+        and (heads % kv_heads == 0 if kv_heads else heads == 0)
+        and q.dtype == k.dtype == v.dtype
+    )
+    if not fits:
+        got = ", ".join(f"{n} {t.dtype} {tuple(t.shape)}" for n, t in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"operands do not fit (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv): {got}")
+    for t in (k, v, *aux):
+        if t.device != q.device and (t.dim() or t.device.type != "cpu"):
+            raise ValueError(f"operands are on {q.device} and {t.device}: move them to one device")
+
+
+def _run_eager(name: str) -> Callable[..., Outputs]:
+    """An implementation written in torch: `kernels.<name>.attention_<name>` with the contract of `kernels.contract`."""
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], need_lse: bool
+    ) -> Outputs:
+        aux = [t.to(q.device) for t in aux]
+        wide = {"dtype": torch.float64} if name == "reference" and q.dtype is torch.float64 else {}
+        out, lse = _eager_function(name)(q, k, v, aux, _spec(program), tuple(sizes), need_lse=need_lse, **wide)
+        return out, lse.float()
+
+    return run
+
+
+@functools.cache
+def _eager_function(name: str) -> Callable[..., Outputs]:
+    module = __import__(f"fa4_inductor.kernels.{name}", fromlist=["kernels"])
+    return getattr(module, f"attention_{name}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec(program: str) -> AttentionSpec:
+    return parse_spec(program)
+
+
+def _run_cute(
+    q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], need_lse: bool
+) -> Outputs:
+    heads, kv_heads = q.shape[1], k.shape[1]
+    key = (program, q.dtype, q.shape[3], v.shape[3], heads // max(kv_heads, 1), q.device, need_lse)
+    try:
+        plan = _plans[key]
+    except KeyError:
+        plan = _plans[key] = _make_plan(*key)
+    if plan is None:
+        return _RUN["reference"](q, k, v, aux, program, sizes, need_lse)
+    if q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return _launch(plan, q, k, v, aux, sizes, need_lse)
+    return _launch(plan, q, k, v, aux, sizes, need_lse)
+
+
+def _launch(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], sizes: Sequence[int], need_lse: bool
+) -> Outputs:
+    """One launch on the current stream of the current device, which is q's."""
+    batch, heads, seqlen_q, _ = q.shape
+    out = q.new_empty((batch, seqlen_q, heads, v.shape[3])).transpose(1, 2)
+    lse = q.new_empty((batch, heads, seqlen_q) if need_lse else (0,), dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    if k.shape[2] == 0:
+        return _fill_without_keys(plan, q, k, v, aux, sizes, out, lse, need_lse)
+    v_mean = v.float().mean(dim=2) if plan.needs_v_mean else None
+    if aux:
+        aux = _kernel_aux(plan, aux, q.device)
+    plan.kernel(
+        aligned(q), aligned(k), aligned(v), out, lse if need_lse else None, v_mean, plan.spec.softmax_scale,
+        tuple(aux), tuple(sizes),
+    )  # fmt: skip
+    return out, lse
+
+
+def _fill_without_keys(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    aux: Sequence[Tensor],
+    sizes: Sequence[int],
+    out: Tensor,
+    lse: Tensor,
+    need_lse: bool,
+) -> Outputs:
+    """Sk = 0: a matrix product over no keys is zero, whatever rows without a kept key get otherwise."""
+    if need_lse and plan.spec.sink is not None:
+        return _RUN["reference"](q, k, v, aux, plan.spec.text, sizes, need_lse)
+    return out.zero_(), lse.fill_(-torch.inf) if need_lse else lse
+
+
+def _kernel_aux(plan: Plan, aux: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    moved = [t if t.device == device else t.to(device) for t in aux]
+    return [t.view(torch.uint8) if t.dtype is torch.bool else t for t in moved] if plan.bool_aux else moved
+
+
+def aligned(t: Tensor) -> Tensor:
+    """`t` (B, H, S, D) itself when TMA can read it, else the same values where it can."""
+    s0, s1, s2, s3 = t.stride()
+    size = t.element_size()
+    if s3 == 1 and (s0 | s1 | s2) * size % _ALIGNMENT == 0 and t.data_ptr() % _ALIGNMENT == 0:
+        return t
+    return _align(t)
+
+
+def _align(t: Tensor) -> Tensor:
+    """A view when only strides of dimensions of size 1 are in the way, which mean nothing, else a copy."""
+    strides = list(t.stride())
+    for dim, length in enumerate(t.shape):
+        if length == 1:
+            strides[dim] = 1 if dim == 3 else _ALIGNMENT
+    view = t.as_strided(t.shape, strides, t.storage_offset())
+    s0, s1, s2, s3 = view.stride()
+    good = s3 == 1 and (s0 | s1 | s2) * t.element_size() % _ALIGNMENT == 0 and t.data_ptr() % _ALIGNMENT == 0
+    return view if good else t.clone(memory_format=torch.contiguous_format)
+
+
+def _make_plan(
+    program: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, group: int, device: torch.device, need_lse: bool
+) -> Plan | None:
+    """The plan of a cute kernel; None, after one warning, when the kernel cannot be had here. Strict mode raises."""
+    from fa4_inductor.runtime import compile as compiler
+    from fa4_inductor.runtime.target import target_for
+
+    settings = Settings.from_env()
+    try:
+        target = target_for(device)
+        if device.type != "cuda":
+            raise KernelUnavailable(f"CuTe-DSL kernels run on NVIDIA GPUs, not on {device.type}")
+        key = compiler.forward_key(program, dtype, head_dim, head_dim_v, group, need_lse, target)
+        return make_plan(compiler.get_kernel(key, settings), program)
+    except KernelUnavailable as error:
+        if settings.strict:
+            raise
+        log.warn_once(str(error), "Attention runs in eager torch instead, which is right and slow")
+        return None
+
+
+def make_plan(kernel: Callable[..., None], program: str) -> Plan:
+    """What launches of `program` need besides the kernel."""
+    from fa4_inductor.runtime import compile as compiler
+
+    spec = _spec(program)
+    return Plan(kernel, spec, compiler.needs_v_mean(spec), any(a.dtype == "bool" for a in spec.aux))
+
+
+def clear_plans() -> None:
+    """Forget plans (tests, and after settings changed)."""
+    _plans.clear()
+
+
+_RUN: dict[str, Callable[..., Outputs]] = {
+    "cute": _run_cute,
+    "reference": _run_eager("reference"),
+    "flex": _run_eager("flex"),
+    "sdpa": _run_eager("sdpa"),
+}

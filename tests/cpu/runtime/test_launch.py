@@ -1,0 +1,117 @@
+"""Launch: operand checks, alignment, empty problems and argument order, with a recording function in the kernel's place."""
+
+import pytest
+import torch
+
+from fa4_inductor.runtime import launch
+from fa4_inductor.spec import AttentionSpec, AuxSpec, EmptyRow, parse_expr
+
+DEV = torch.device("cpu")
+
+
+def operands(b=2, hq=4, hkv=2, sq=3, sk=5, d=8, dv=16, dtype=torch.float16):
+    return (
+        torch.randn(b, hq, sq, d).to(dtype), torch.randn(b, hkv, sk, d).to(dtype), torch.randn(b, hkv, sk, dv).to(dtype)
+    )  # fmt: skip
+
+
+class Recorder:
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, *args):
+        self.calls.append(args)
+
+
+def plan_of(spec, needs_v_mean=False):
+    recorder = Recorder()
+    return launch.Plan(recorder, spec, needs_v_mean, any(a.dtype == "bool" for a in spec.aux)), recorder
+
+
+@pytest.mark.parametrize("need_lse", [False, True])
+def test_arguments_of_the_kernel(need_lse):
+    aux = (AuxSpec("bool", 2), AuxSpec("int32", 0))
+    spec = AttentionSpec(0.25, keep=parse_expr("aux0[b, kv_idx] & (kv_idx <= size0)", aux), aux=aux, num_sizes=1)
+    plan, kernel = plan_of(spec, needs_v_mean=True)
+    q, k, v = operands()
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    out, lse = launch._launch(plan, q, k, v, [mask, torch.tensor(1, dtype=torch.int32)], [7], need_lse)
+    (args,) = kernel.calls
+    assert args[0] is q and args[1] is k and args[2] is v and args[3] is out
+    assert (args[4] is lse) if need_lse else (args[4] is None)
+    assert torch.equal(args[5], v.float().mean(2)) and args[6] == 0.25
+    assert args[7][0].dtype is torch.uint8 and args[7][1].dtype is torch.int32 and args[8] == (7,)
+    assert out.shape == (2, 4, 3, 16) and out.transpose(1, 2).is_contiguous() and out.dtype is q.dtype
+    assert lse.shape == ((2, 4, 3) if need_lse else (0,)) and lse.dtype is torch.float32
+
+
+@pytest.mark.parametrize("shape", [{"b": 0}, {"sq": 0}, {"hq": 0, "hkv": 0}])
+def test_nothing_to_compute_launches_nothing(shape):
+    plan, kernel = plan_of(AttentionSpec(1.0))
+    q, k, v = operands(**shape)
+    out, _ = launch._launch(plan, q, k, v, [], [], True)
+    assert out.shape == (*q.shape[:3], 16) and not kernel.calls
+
+
+@pytest.mark.parametrize("empty_row", list(EmptyRow))
+@pytest.mark.parametrize("sink", [None, "0.5"])
+def test_no_keys_agrees_with_the_reference(empty_row, sink):
+    spec = AttentionSpec(1.0, sink=parse_expr(sink) if sink else None, empty_row=empty_row)
+    plan, kernel = plan_of(spec)
+    q, k, v = operands(sk=0)
+    out, lse = launch._launch(plan, q, k, v, [], [], True)
+    want, want_lse = launch.forward(q, k, v, [], spec.text, [], "reference", True)
+    assert not kernel.calls and torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
+def good(t):
+    strides = [s * t.element_size() % 16 for s in t.stride()[:3]]
+    return t.stride(3) == 1 and not any(strides) and t.data_ptr() % 16 == 0
+
+
+BASE = torch.arange(2 * 3 * 4 * 64, dtype=torch.float32).half()
+LAYOUTS = {
+    "bhsd": (BASE.view(2, 3, 4, 64), False),
+    "bshd": (BASE.view(2, 4, 3, 64).transpose(1, 2), False),
+    "broadcast": (BASE[:64].view(1, 1, 1, 64).expand(2, 3, 4, 64), False),
+    "transposed": (BASE.view(2, 3, 64, 4).transpose(2, 3), True),
+    "odd row stride": (torch.arange(2 * 3 * 4 * 65).half().view(2, 3, 4, 65)[..., :64], True),
+    "odd address": (torch.arange(2 * 3 * 4 * 64 + 1).half()[1:].view(2, 3, 4, 64), True),
+    "odd stride of a single batch": (BASE.as_strided((1, 3, 4, 64), (7, 256, 64, 1)), False),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_alignment_copies_only_what_tma_cannot_read(name):
+    t, copied = LAYOUTS[name]
+    result = launch.aligned(t)
+    assert good(result) and torch.equal(result, t)
+    assert (result.data_ptr() != t.data_ptr()) == copied
+
+
+BAD = {
+    "head_dim": lambda q, k, v: (q, k[..., :4], v),
+    "kv length": lambda q, k, v: (q, k, v[:, :, :3]),
+    "heads": lambda q, k, v: (q[:, :3], k, v),
+    "batch": lambda q, k, v: (q, k[:1].expand(3, -1, -1, -1), v),
+    "dtype": lambda q, k, v: (q, k, v.float()),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_operands_that_do_not_fit_are_refused(name):
+    with pytest.raises(ValueError, match="do not fit"):
+        launch.forward(*BAD[name](*operands()), [], AttentionSpec(1.0).text, [], "reference", False)
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="unknown implementation 'fast'"):
+        launch.forward(*operands(), [], AttentionSpec(1.0).text, [], "fast", False)
+
+
+def test_fp64_operands_are_computed_in_fp64():
+    q, k, v = operands(dtype=torch.float64)
+    out, lse = launch.forward(q, k, v, [], AttentionSpec(0.3).text, [], "reference", True)
+    scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 0.3
+    torch.testing.assert_close(out, scores.softmax(-1) @ v.repeat_interleave(2, 1), rtol=1e-12, atol=1e-12)
+    assert lse.dtype is torch.float32
