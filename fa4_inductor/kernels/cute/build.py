@@ -14,7 +14,95 @@ Call signature of `compiled` (TVM-FFI; torch tensors are passed as they are):
     v_mean  (B or 1, Hkv, Dv) float32, the mean of v over all Sk keys; None unless needs_v_mean(program)
     softmax_scale  float > 0 for PLAIN programs, any float otherwise
     aux     tuple of tensors of the dtypes and ranks given (bool tensors are passed as their uint8 view; any strides,
-            naturally aligned); an empty tuple if there are none
-    sizes   tuple of int (int32), an empty tuple if there are none
+            naturally aligned); None if there are none
+    sizes   tuple of int (int32); None if there are none
 Not launched for B * Hq * Sq == 0 or Sk == 0: the host fills out and lse in those cases.
 """
+
+from types import ModuleType
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.runtime import make_fake_stream
+
+from fa4_inductor.kernels.cute.fwd_sm90 import FwdSm90
+from fa4_inductor.kernels.cute.program import needs_v_mean
+
+__all__ = ["build_forward", "needs_v_mean"]
+
+_DTYPES: dict[str, Any] = {
+    "uint8": cutlass.Uint8,
+    "bool": cutlass.Uint8,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+    "float32": cutlass.Float32,
+}
+
+
+def _operand(dtype: Any, head_dim: int) -> Any:
+    """Fake (B, H, S, D) tensor: dynamic sizes and strides, innermost stride 1, 16-byte aligned."""
+    width = 128 // dtype.width
+    shape = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32(), head_dim)
+    strides = tuple(cute.sym_int64(divisibility=width) for _ in range(3))
+    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+
+
+def _dynamic(dtype: Any, rank: int) -> Any:
+    """Fake tensor of dynamic sizes and strides, naturally aligned."""
+    shape = tuple(cute.sym_int32() for _ in range(rank))
+    return make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in range(rank)))
+
+
+def build_forward(
+    program: ModuleType,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    group: int,
+    *,
+    aux: tuple[tuple[str, int], ...] = (),
+    num_sizes: int = 0,
+    need_lse: bool = False,
+    config: Any,
+    num_sms: int = 132,
+    options: str = "",
+) -> Any:
+    """Compile the kernel for sm_90a; needs no GPU when CUTE_DSL_ARCH=sm_90a is set.
+
+    Args:
+        program: module with the kernel program (docs/architecture.md), importable from a real file.
+        dtype: "bfloat16" or "float16", of q, k, v and out.
+        head_dim, head_dim_v: of q/k and of v/out. group: query heads per key/value head.
+        aux: (dtype name, rank) of each aux tensor; "bool" is received as uint8.
+        num_sizes: number of run-time integers. need_lse: write the LSE.
+        config: lowering.config.KernelConfig. num_sms: SMs of the device, for the persistent grid.
+        options: further cute.compile options.
+
+    Returns:
+        The compiled function; its call signature is in this module's docstring.
+
+    Raises:
+        ValueError: if the configuration does not fit. Whatever cute.compile raises.
+    """
+    element = _DTYPES[dtype]
+    fwd = FwdSm90(program, element, head_dim, head_dim_v, group, config, num_sms)
+    q, k, v, out = (_operand(element, d) for d in (head_dim, head_dim, head_dim_v, head_dim_v))
+    return cute.compile(
+        fwd,
+        q,
+        k,
+        v,
+        out,
+        _dynamic(Float32, 3) if need_lse else None,
+        _dynamic(Float32, 3) if fwd.program.needs_v_mean else None,
+        Float32(1.0),
+        tuple(_dynamic(_DTYPES[name], rank) for name, rank in aux) or None,
+        tuple(Int32(1) for _ in range(num_sizes)) or None,
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi {options}".strip(),
+    )

@@ -1,0 +1,170 @@
+"""A consumer warpgroup: S = Q K^T, softmax, O += P V for its 64 query rows, with S of the next tile issued before PV of this one."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from fa4_inductor.kernels.cute import fragment, ops
+from fa4_inductor.kernels.cute.producer import advance
+from fa4_inductor.kernels.cute.softmax import Softmax
+from fa4_inductor.kernels.cute.static import TraceObject
+from fa4_inductor.kernels.cute.tiles import key_tiles
+
+_ORDER_BARRIER = 1  # named barriers 1..3: whose turn it is to issue wgmma
+_WARPGROUP = 128
+
+
+def issue_gemm(tiled_mma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: bool) -> None:
+    """Issue acc (+)= a @ b over all k blocks as one wgmma group, without waiting."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not zero)
+    for k in range(cute.size(a.shape[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+class Consumer(TraceObject):
+    """Everything a warpgroup needs during its tiles: operand descriptors, accumulators, barriers, softmax state."""
+
+    def __init__(self, fwd, ctx, bars, smem, softmax_scale: Float32, wg: Int32, lane: Int32):
+        self.fwd, self.ctx, self.bars = fwd, ctx, bars
+        self.wg, self.lane = wg, lane
+        self.mma_qk, self.mma_pv = fwd.tiled_mma()
+        qk, pv = self.mma_qk.get_slice(0), self.mma_pv.get_slice(0)
+        config = fwd.config
+        self.q = qk.make_fragment_A(qk.partition_A(smem.q[None, None, wg]))
+        self.k = qk.make_fragment_B(qk.partition_B(smem.k))
+        self.v = pv.make_fragment_B(pv.partition_B(smem.v_transposed))
+        self.s = cute.make_rmem_tensor(qk.partition_shape_C((64, config.tile_n)), Float32)
+        self.o = cute.make_rmem_tensor(pv.partition_shape_C((64, fwd.tile_dv)), Float32)
+        self.p = pv.make_fragment_A(pv.partition_shape_A((64, config.tile_n)))
+        self.softmax = Softmax(fwd.program, softmax_scale)
+        self.ordered = config.order_warpgroups and config.num_consumers > 1
+
+    # -- ordering between warpgroups ------------------------------------------------------------------------------
+
+    def order_init(self) -> None:
+        """Let warpgroup 0 go first: the call of every warpgroup together counts as one arrival on its barrier."""
+        if self.ordered:
+            self._order_first()
+
+    @cute.jit
+    def _order_first(self):
+        if self.wg == self.fwd.config.num_consumers - 1:
+            cute.arch.barrier_arrive(barrier_id=_ORDER_BARRIER, number_of_threads=2 * _WARPGROUP)
+
+    def order_wait(self) -> None:
+        if self.ordered:
+            cute.arch.barrier(barrier_id=_ORDER_BARRIER + self.wg, number_of_threads=2 * _WARPGROUP)
+
+    def order_pass(self) -> None:
+        if self.ordered:
+            last = self.fwd.config.num_consumers - 1
+            following = ops.select(self.wg == last, Int32(0), self.wg + 1)
+            cute.arch.barrier_arrive(barrier_id=_ORDER_BARRIER + following, number_of_threads=2 * _WARPGROUP)
+
+    @cute.jit
+    def release(self, empty: cute.Pointer):
+        """One arrival per warp on an empty barrier."""
+        if self.lane % 32 == 0:
+            cute.arch.mbarrier_arrive(empty)
+
+    # -- the steps ------------------------------------------------------------------------------------------------
+
+    def scores(self, n: Int32, at, mask: bool) -> None:
+        """Turn the raw S of key tile n into program scores."""
+        kv_first = n * self.fwd.config.tile_n + fragment.thread_column(self.lane)
+        self.softmax.apply_program(self.s, self.ctx, at.b, at.h, at.q_rows, kv_first, at.u, at.rows, mask)
+
+    def first(self, at, n: Int32, index: Int32, phase: Int32) -> None:
+        """First key tile of a query tile: S, softmax, P; its PV is left to the next step."""
+        cute.arch.mbarrier_wait(self.bars.k_full + index, phase)
+        issue_gemm(self.mma_qk, self.s, self.q, self.k[None, None, None, index], zero=True)
+        warpgroup.wait_group(0)
+        self.release(self.bars.k_empty + index)
+        self.scores(n, at, mask=True)
+        self.softmax.shift(self.s)
+        self.softmax.exponentiate(self.s)
+        fragment.convert_to_half(self.s, self.p)
+
+    def step(self, at, n: Int32, index: Int32, phase: Int32, mask: bool) -> tuple:
+        """S of key tile n overlapped with PV of the tile before it (slot `index`); returns the slot of tile n."""
+        bars = self.bars
+        v_index, v_phase = index, phase
+        index, phase = advance(index, phase, self.fwd.config.num_stages)
+        cute.arch.mbarrier_wait(bars.k_full + index, phase)
+        self.order_wait()
+        issue_gemm(self.mma_qk, self.s, self.q, self.k[None, None, None, index], zero=True)
+        cute.arch.mbarrier_wait(bars.v_full + v_index, v_phase)
+        issue_gemm(self.mma_pv, self.o, self.p, self.v[None, None, None, v_index], zero=False)
+        self.order_pass()
+        warpgroup.wait_group(1)
+        self.release(bars.k_empty + index)
+        self.scores(n, at, mask)
+        grew = self.softmax.shift(self.s)
+        self.softmax.exponentiate(self.s)
+        warpgroup.wait_group(0)
+        self.release(bars.v_empty + v_index)
+        fragment.convert_to_half(self.s, self.p)
+        self.softmax.rescale(grew, self.o)
+        return index, phase
+
+    def last(self, index: Int32, phase: Int32) -> tuple:
+        """PV of the last key tile; returns the slot after it."""
+        cute.arch.mbarrier_wait(self.bars.v_full + index, phase)
+        issue_gemm(self.mma_pv, self.o, self.p, self.v[None, None, None, index], zero=False)
+        warpgroup.wait_group(0)
+        self.release(self.bars.v_empty + index)
+        return advance(index, phase, self.fwd.config.num_stages)
+
+    @cute.jit
+    def tile(self, at: cutlass.Constexpr, keys: cutlass.Constexpr, index: Int32, phase: Int32):
+        """All key tiles of one query tile; leaves the unnormalised O in registers. Returns the ring state."""
+        self.first(at, keys.tile(Int32(0)), index, phase)
+        for j in cutlass.range(1, keys.num_masked, unroll=1):
+            index, phase = self.step(at, keys.tile(j), index, phase, True)
+        for j in cutlass.range(keys.num_masked, keys.count, unroll=1):
+            index, phase = self.step(at, keys.tile(j), index, phase, False)
+        index, phase = self.last(index, phase)
+        return index, phase
+
+
+class TileCoordinates(TraceObject):
+    """Where one thread is: batch, head, the q_idx of its two rows, and the program's uniform and row values."""
+
+    def __init__(self, fwd, ctx, m_tile: Int32, h: Int32, b: Int32, wg: Int32, lane: Int32):
+        self.m_tile, self.h, self.b = m_tile, h, b
+        self.slab = m_tile * fwd.config.num_consumers + wg
+        first = self.slab * 64 + fragment.thread_row(lane)
+        self.q_rows = (first, first + 8)
+        self.u = fwd.program.uniform(ctx, b, h)
+        self.rows = tuple(fwd.program.row(ctx, b, h, q, self.u) for q in self.q_rows)
+
+
+@cute.jit
+def consume(consumer: cutlass.Constexpr, grid: cutlass.Constexpr, store: cutlass.Constexpr):
+    """Main loop of a consumer warpgroup over the tiles of this CTA."""
+    fwd, ctx = consumer.fwd, consumer.ctx
+    consumer.order_init()
+    tile = grid.first
+    index, phase, q_phase = Int32(0), Int32(0), Int32(0)
+    while tile < grid.num_tiles:
+        m_tile, h, b = grid.decode(tile)
+        q_lo = m_tile * fwd.config.tile_m
+        q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
+        keys = key_tiles(fwd.program, ctx, b, h, q_lo, q_hi, fwd.config.tile_n, False)
+        at = TileCoordinates(fwd, ctx, m_tile, h, b, consumer.wg, consumer.lane)
+        consumer.softmax.reset()
+        consumer.o.fill(0.0)
+        cute.arch.mbarrier_wait(consumer.bars.q_full, q_phase)
+        q_phase = q_phase ^ 1
+        if keys.count > 0:
+            index, phase = consumer.tile(at, keys, index, phase)
+        if cutlass.const_expr(not fwd.output_aliases_q):
+            consumer.release(consumer.bars.q_empty)
+        store(consumer, at)
+        tile += grid.stride
+    store.drain(consumer)

@@ -1,0 +1,276 @@
+"""FwdSm90: the sm_90a forward attention kernel (one producer warp with TMA, 1-3 consumer warpgroups with wgmma).
+
+Algorithm: FlashAttention-3 (arXiv 2407.08608) with the conditional rescale of FlashAttention-4 (arXiv 2603.05451), score
+and keep programs inlined into the softmax, and key tiles classed into empty (never loaded), masked and full.
+`build.build_forward` compiles it; this module is the device code's skeleton: layouts, shared memory, roles.
+"""
+
+from types import ModuleType, SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.utils import LayoutEnum
+
+from fa4_inductor.kernels.cute import ops
+from fa4_inductor.kernels.cute.consumer import Consumer, consume
+from fa4_inductor.kernels.cute.epilogue import OutputStore
+from fa4_inductor.kernels.cute.producer import Barriers, RingLoad, produce
+from fa4_inductor.kernels.cute.program import Program, ProgramContext
+from fa4_inductor.kernels.cute.static import TraceObject
+from fa4_inductor.kernels.cute.tiles import decode_tile
+
+_REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}  # consumer, producer; by number of consumer warpgroups
+_L2_BYTES_FOR_KV = 24 << 20  # K and V of one section of heads should stay in L2 (50 MB on H100 and H200)
+_SMEM_BYTES = 227 << 10
+
+
+def _slab_layout(dtype, rows: int, columns: int, stages: int):
+    """Shared-memory layout (rows, columns, stages) with `columns` contiguous, in the widest swizzle that fits."""
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns)
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, stages), order=(0, 1, 2))
+
+
+def _transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """(n, d, stage) seen as (d, n, stage)."""
+    n, d, stages = tensor.shape
+    return cute.composition(tensor, cute.make_ordered_layout((d, n, stages), order=(1, 0, 2)))
+
+
+class Grid(TraceObject):
+    """The tiles of one CTA: first, first + stride, ... below num_tiles."""
+
+    def __init__(self, fwd, num_m, num_heads, num_bh, section):
+        self.num_m, self.num_heads, self.num_bh, self.section = num_m, num_heads, num_bh, section
+        self.longest_first = fwd.config.longest_first
+        self.first, _, _ = cute.arch.block_idx()
+        self.stride, _, _ = cute.arch.grid_dim()
+        self.num_tiles = num_m * num_bh
+
+    def decode(self, tile):
+        return decode_tile(tile, self.num_m, self.num_heads, self.num_bh, self.section, self.longest_first)
+
+
+class Tma(TraceObject):
+    """TMA atoms and coordinate tensors of the loads."""
+
+    def __init__(self, fwd, smem, q, k, v):
+        self.fwd, self.smem, self.q, self.k, self.v = fwd, smem, q, k, v
+
+    def loads(self, h: Int32, b: Int32) -> tuple:
+        fwd, smem = self.fwd, self.smem
+        b_kv = ops.select(self.k[1].shape[3] == 1, Int32(0), b)
+        b_v = ops.select(self.v[1].shape[3] == 1, Int32(0), b)
+        kv_tile = fwd.config.tile_n
+        return (
+            RingLoad(*self.q, smem.q, (64, fwd.tile_d), h, b),
+            RingLoad(*self.k, smem.k, (kv_tile, fwd.tile_d), h // fwd.group, b_kv),
+            RingLoad(*self.v, smem.v, (kv_tile, fwd.tile_dv), h // fwd.group, b_v),
+        )
+
+
+class FwdSm90:
+    """Forward attention for one static configuration; call it inside cute.compile (see build.py for the arguments).
+
+    Args:
+        program: emitted module. dtype: cutlass.BFloat16 or Float16. head_dim, head_dim_v: of the user's tensors.
+        group: query heads per key/value head. config: KernelConfig. num_sms: for the persistent grid.
+
+    Raises:
+        ValueError: if the configuration does not fit into shared memory.
+    """
+
+    def __init__(self, program: ModuleType, dtype, head_dim: int, head_dim_v: int, group: int, config, num_sms: int):
+        self.program = Program(program)
+        self.dtype, self.group, self.config, self.num_sms = dtype, group, config, num_sms
+        self.head_dim, self.head_dim_v = head_dim, head_dim_v
+        self.tile_d = 96 if head_dim == 80 else head_dim
+        self.tile_dv = 96 if head_dim_v == 80 else head_dim_v
+        size = dtype.width // 8
+        self.q_bytes = config.tile_m * self.tile_d * size
+        self.k_bytes = config.tile_n * self.tile_d * size
+        self.v_bytes = config.tile_n * self.tile_dv * size
+        o_bytes = config.tile_m * self.tile_dv * size
+        ring = config.num_stages * (self.k_bytes + self.v_bytes)
+        room = _SMEM_BYTES - 2048 - self.q_bytes - ring
+        self.output_aliases_q = room < o_bytes
+        if room < 0 or (self.output_aliases_q and self.tile_dv > self.tile_d):
+            raise ValueError(f"{config} needs more shared memory than an SM has at head dims {head_dim}, {head_dim_v}")
+        self.threads = 128 * (config.num_consumers + 1)
+
+    def tiled_mma(self) -> tuple:
+        """wgmma of one warpgroup for Q K^T (both from shared memory) and for P V (P from registers)."""
+        major = OperandMajorMode
+        qk = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major.K, major.K, Float32, (1, 1, 1), (64, self.config.tile_n)
+        )
+        pv = hopper.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            major.K,
+            major.MN,
+            Float32,
+            (1, 1, 1),
+            (64, self.tile_dv),
+            warpgroup.OperandSource.RMEM,
+        )
+        return qk, pv
+
+    def layouts(self) -> SimpleNamespace:
+        """Shared-memory layouts: q and o (64, D, warpgroup), k and v (tile_n, D, stage)."""
+        config = self.config
+        return SimpleNamespace(
+            q=_slab_layout(self.dtype, 64, self.tile_d, config.num_consumers),
+            k=_slab_layout(self.dtype, config.tile_n, self.tile_d, config.num_stages),
+            v=_slab_layout(self.dtype, config.tile_n, self.tile_dv, config.num_stages),
+            o=_slab_layout(self.dtype, 64, self.tile_dv, config.num_consumers),
+        )
+
+    def storage(self, layouts: SimpleNamespace):
+        """Shared-memory struct of one CTA."""
+        stages = self.config.num_stages
+        o_size = 0 if self.output_aliases_q else cute.cosize(layouts.o)
+        bars = cute.struct.MemRange[cutlass.Int64, 2 * stages]
+
+        def buffer(size: int):
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
+
+        class Storage:
+            pass
+
+        Storage.__annotations__ = {
+            "q_bars": cute.struct.MemRange[cutlass.Int64, 2],
+            "k_bars": bars,
+            "v_bars": bars,
+            "q": buffer(cute.cosize(layouts.q)),
+            "k": buffer(cute.cosize(layouts.k)),
+            "v": buffer(cute.cosize(layouts.v)),
+            "o": buffer(o_size),
+        }
+        return cute.struct(Storage)
+
+    def _head_major(self, tensor: cute.Tensor) -> cute.Tensor:
+        """(B, H, S, D) seen as (S, D, H, B)."""
+        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 3, 1, 0]))
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse,
+        v_mean,
+        softmax_scale: Float32,
+        aux,
+        sizes,
+        stream,
+    ):
+        layouts = self.layouts()
+        q, k, v, out = (self._head_major(t) for t in (q, k, v, out))
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        slab = [0, 1]
+        tma_q = cpasync.make_tiled_tma_atom(load, q, cute.select(layouts.q, mode=slab), (64, self.tile_d))
+        tma_k = cpasync.make_tiled_tma_atom(load, k, cute.select(layouts.k, mode=slab), (self.config.tile_n, self.tile_d))
+        tma_v = cpasync.make_tiled_tma_atom(load, v, cute.select(layouts.v, mode=slab), (self.config.tile_n, self.tile_dv))
+        tma_o = cpasync.make_tiled_tma_atom(store, out, cute.select(layouts.o, mode=slab), (64, self.tile_dv))
+        seqlen_q, num_heads, batch = q.shape[0], q.shape[2], q.shape[3]
+        seqlen_k = k.shape[0]
+        num_m = (seqlen_q + self.config.tile_m - 1) // self.config.tile_m
+        num_bh = num_heads * batch
+        kv_bytes = seqlen_k * ((self.tile_d + self.tile_dv) * (self.dtype.width // 8))
+        section = ops.imax(Int32(_L2_BYTES_FOR_KV) // kv_bytes, 1) * self.group
+        section = ops.imin(section, num_bh)
+        num_tiles = num_m * num_bh
+        grid = num_tiles
+        if cutlass.const_expr(self.config.persistent):
+            grid = ops.imin(num_tiles, Int32(self.num_sms * self.config.cta_per_sm))
+        self.kernel(
+            tma_q.atom,
+            tma_q.tma_tensor,
+            tma_k.atom,
+            tma_k.tma_tensor,
+            tma_v.atom,
+            tma_v.tma_tensor,
+            tma_o.atom,
+            tma_o.tma_tensor,
+            lse,
+            v_mean,
+            softmax_scale,
+            aux,
+            sizes,
+            num_m,
+            num_heads,
+            num_bh,
+            section,
+            seqlen_q,
+            seqlen_k,
+        ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(
+        self,
+        atom_q,
+        m_q,
+        atom_k,
+        m_k,
+        atom_v,
+        m_v,
+        atom_o,
+        m_o,
+        lse,
+        v_mean,
+        softmax_scale: Float32,
+        aux,
+        sizes,
+        num_m: Int32,
+        num_heads: Int32,
+        num_bh: Int32,
+        section: Int32,
+        seqlen_q: Int32,
+        seqlen_k: Int32,
+    ):
+        config = cutlass.const_expr(self.config)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for atom in (atom_q, atom_k, atom_v, atom_o):
+                cpasync.prefetch_descriptor(atom)
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage(self.layouts()))
+        bars = Barriers(storage, config.num_stages)
+        if warp == 0:
+            with cute.arch.elect_one():
+                bars.initialize(4 * config.num_consumers)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        smem = self._smem_tensors(storage)
+        ctx = ProgramContext(aux, sizes, seqlen_q, seqlen_k)
+        grid = Grid(self, num_m, num_heads, num_bh, section)
+        consumer_registers, producer_registers = _REGISTERS[config.num_consumers]
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(producer_registers)
+            if warp == 0:
+                produce(self, ctx, bars, grid, Tma(self, smem, (atom_q, m_q), (atom_k, m_k), (atom_v, m_v)))
+        else:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            tidx, _, _ = cute.arch.thread_idx()
+            wg = cute.arch.make_warp_uniform(tidx // 128 - 1)
+            consumer = Consumer(self, ctx, bars, smem, softmax_scale, wg, tidx % 128)
+            consume(consumer, grid, OutputStore(atom_o, m_o, smem.o[None, None, wg], lse, v_mean))
+
+    def _smem_tensors(self, storage) -> SimpleNamespace:
+        layouts = self.layouts()
+        q, k, v = (
+            field.get_tensor(layout.outer, swizzle=layout.inner)
+            for field, layout in ((storage.q, layouts.q), (storage.k, layouts.k), (storage.v, layouts.v))
+        )
+        if self.output_aliases_q:
+            # the output slab of a warpgroup lies inside its own Q slab, so no other warpgroup is involved
+            outer = cute.append(cute.select(layouts.o.outer, mode=[0, 1]), cute.make_layout(
+                self.config.num_consumers, stride=64 * self.tile_d))
+            o = storage.q.get_tensor(outer, swizzle=layouts.o.inner)
+        else:
+            o = storage.o.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
+        return SimpleNamespace(q=q, k=k, v=v, o=o, v_transposed=_transposed(v))

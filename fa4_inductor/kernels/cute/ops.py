@@ -1,0 +1,138 @@
+"""Scalar device operations that the kernels and the emitted programs share, each one or two machine instructions.
+
+Every function takes and returns DSL scalars (Float32, Int32, Boolean) and runs at trace time, so it can be called from
+undecorated Python.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass._mlir.dialects import arith, llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+
+def _f32_asm(text: str, *args: Float32, loc=None, ip=None) -> Float32:
+    constraints = "=f" + ",f" * len(args)
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in args]
+    result = llvm.inline_asm(
+        T.f32(),
+        values,
+        text,
+        constraints,
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Float32(result)
+
+
+@dsl_user_op
+def exp2(x: Float32, *, loc=None, ip=None) -> Float32:
+    """2**x by the special function unit; 0 for -inf, subnormal results flushed (relative error 2^-22)."""
+    return _f32_asm("ex2.approx.ftz.f32 $0, $1;", x, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def log2(x: Float32, *, loc=None, ip=None) -> Float32:
+    """log2(x) by the special function unit; -inf for 0."""
+    return _f32_asm("lg2.approx.ftz.f32 $0, $1;", x, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def rcp(x: Float32, *, loc=None, ip=None) -> Float32:
+    """1/x by the special function unit (relative error 2^-23)."""
+    return _f32_asm("rcp.approx.ftz.f32 $0, $1;", x, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def tanh_approx(x: Float32, *, loc=None, ip=None) -> Float32:
+    """tanh(x) in one instruction; absolute error up to 2^-11, below the rounding of bf16 scores."""
+    return _f32_asm("tanh.approx.f32 $0, $1;", x, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fmax(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """max(a, b) as one FMNMX; a NaN loses against a number."""
+    return _f32_asm("max.f32 $0, $1, $2;", a, b, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fmin(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """min(a, b) as one FMNMX; a NaN loses against a number."""
+    return _f32_asm("min.f32 $0, $1, $2;", a, b, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fabs(x: Float32, *, loc=None, ip=None) -> Float32:
+    """|x|, usually folded into the instruction that uses it."""
+    return _f32_asm("abs.f32 $0, $1;", x, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a*b + c with one rounding."""
+    return _f32_asm("fma.rn.f32 $0, $1, $2, $3;", a, b, c, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def select(cond: Boolean, a, b, *, loc=None, ip=None):
+    """a where cond else b, without a branch; a and b are both evaluated and have one type (Python numbers are converted)."""
+    kind = type(a) if isinstance(a, cutlass.Numeric) else type(b)
+    if not issubclass(kind, cutlass.Numeric):
+        kind = Int32 if isinstance(a, int) and isinstance(b, int) else Float32
+    picked = arith.select(
+        Boolean(cond).ir_value(loc=loc, ip=ip),
+        kind(a).ir_value(loc=loc, ip=ip),
+        kind(b).ir_value(loc=loc, ip=ip),
+        loc=loc,
+        ip=ip,
+    )
+    return kind(picked)
+
+
+@dsl_user_op
+def imin(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
+    """Signed min."""
+    return Int32(arith.minsi(Int32(a).ir_value(loc=loc, ip=ip), Int32(b).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def imax(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
+    """Signed max."""
+    return Int32(arith.maxsi(Int32(a).ir_value(loc=loc, ip=ip), Int32(b).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+def clamp(x: Int32, low: Int32, high: Int32) -> Int32:
+    """x forced into [low, high]; for load indices at ragged edges."""
+    return imax(imin(x, high), low)
+
+
+@dsl_user_op
+def pack_half2(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Int32:
+    """Two fp32 rounded to bf16 or fp16 (nearest even) and packed into 32 bits by one instruction."""
+    name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+    packed = llvm.inline_asm(
+        T.i32(),
+        [Float32(low).ir_value(loc=loc, ip=ip), Float32(high).ir_value(loc=loc, ip=ip)],
+        f"cvt.rn.{name}.f32 $0, $2, $1;",
+        "=r,f,f",
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Int32(packed)
+
+
+def quad_max(x: Float32) -> Float32:
+    """Maximum over the four lanes that share an accumulator row."""
+    x = fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+
+
+def quad_sum(x: Float32) -> Float32:
+    """Sum over the four lanes that share an accumulator row."""
+    x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
+    return x + cute.arch.shuffle_sync_bfly(x, offset=2)

@@ -1,0 +1,102 @@
+"""The producer warp: walks the tiles of its CTA and keeps the shared-memory rings full by TMA."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from fa4_inductor.kernels.cute import ops
+from fa4_inductor.kernels.cute.static import TraceObject
+from fa4_inductor.kernels.cute.tiles import key_tiles
+
+
+class Barriers(TraceObject):
+    """mbarrier pointers of one CTA: full/empty pairs for the Q tile and for each stage of the K and V rings."""
+
+    def __init__(self, storage, num_stages: int):
+        self.num_stages = num_stages
+        self.q_full, self.q_empty = (storage.q_bars.data_ptr() + i for i in range(2))
+        self.k_full, self.k_empty = (storage.k_bars.data_ptr() + i * num_stages for i in range(2))
+        self.v_full, self.v_empty = (storage.v_bars.data_ptr() + i * num_stages for i in range(2))
+
+    def initialize(self, consumer_warps: int) -> None:
+        """One thread: set the arrival counts. TMA arrives once per load, each consumer warp once per release."""
+        for s in range(self.num_stages):
+            cute.arch.mbarrier_init(self.k_full + s, 1)
+            cute.arch.mbarrier_init(self.v_full + s, 1)
+            cute.arch.mbarrier_init(self.k_empty + s, consumer_warps)
+            cute.arch.mbarrier_init(self.v_empty + s, consumer_warps)
+        cute.arch.mbarrier_init(self.q_full, 1)
+        cute.arch.mbarrier_init(self.q_empty, consumer_warps)
+
+
+def advance(index: Int32, phase: Int32, num_stages: int) -> tuple[Int32, Int32]:
+    """Next slot of a ring and its phase bit."""
+    wraps = index == num_stages - 1
+    return ops.select(wraps, Int32(0), index + 1), ops.select(wraps, phase ^ 1, phase)
+
+
+class RingLoad(TraceObject):
+    """TMA loads of one operand: a fixed (row tile, head, batch) column of its tiles into a ring or slab buffer."""
+
+    def __init__(self, atom, tensor: cute.Tensor, smem: cute.Tensor, tile: tuple, head, batch):
+        tiles = cute.local_tile(tensor[None, None, head, batch], tile, (None, 0))
+        self.atom = atom
+        self.smem, self.gmem = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    def __call__(self, tile, slot, bar) -> None:
+        cute.copy(self.atom, self.gmem[None, tile], self.smem[None, slot], tma_bar_ptr=bar)
+
+
+@cute.jit
+def _acquire(full: cute.Pointer, empty: cute.Pointer, phase: Int32, num_bytes: cutlass.Constexpr[int]):
+    cute.arch.mbarrier_wait(empty, phase ^ 1)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+
+
+@cute.jit
+def load_keys(
+    fwd: cutlass.Constexpr, bars: cutlass.Constexpr, load_k: cutlass.Constexpr, load_v: cutlass.Constexpr,
+    keys: cutlass.Constexpr, index: Int32, phase: Int32,
+):
+    """K of tile j ahead of V of tile j - 1, the order the consumers use them in. Returns the new ring state."""
+    _acquire(bars.k_full + index, bars.k_empty + index, phase, fwd.k_bytes)
+    load_k(keys.tile(Int32(0)), index, bars.k_full + index)
+    for j in cutlass.range(1, keys.count, unroll=1):
+        v_index, v_phase = index, phase
+        index, phase = advance(index, phase, fwd.config.num_stages)
+        _acquire(bars.k_full + index, bars.k_empty + index, phase, fwd.k_bytes)
+        load_k(keys.tile(j), index, bars.k_full + index)
+        _acquire(bars.v_full + v_index, bars.v_empty + v_index, v_phase, fwd.v_bytes)
+        load_v(keys.tile(j - 1), v_index, bars.v_full + v_index)
+    _acquire(bars.v_full + index, bars.v_empty + index, phase, fwd.v_bytes)
+    load_v(keys.tile(keys.count - 1), index, bars.v_full + index)
+    index, phase = advance(index, phase, fwd.config.num_stages)
+    return index, phase
+
+
+@cute.jit
+def produce(
+    fwd: cutlass.Constexpr, ctx: cutlass.Constexpr, bars: cutlass.Constexpr, grid: cutlass.Constexpr, tma: cutlass.Constexpr
+):
+    """Main loop of the producer warp over the tiles of this CTA. Q is loaded even where no key is visited, so that the
+    consumers, who may write O over Q, stay in step."""
+    tile = grid.first
+    slabs = cutlass.const_expr(fwd.config.num_consumers)
+    index, phase, q_phase = Int32(0), Int32(0), Int32(0)
+    while tile < grid.num_tiles:
+        m_tile, h, b = grid.decode(tile)
+        q_lo = m_tile * fwd.config.tile_m
+        q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
+        keys = key_tiles(fwd.program, ctx, b, h, q_lo, q_hi, fwd.config.tile_n, False)
+        load_q, load_k, load_v = tma.loads(h, b)
+        _acquire(bars.q_full, bars.q_empty, q_phase, fwd.q_bytes)
+        for w in cutlass.range_constexpr(slabs):
+            load_q(m_tile * slabs + w, w, bars.q_full)
+        q_phase = q_phase ^ 1
+        if keys.count > 0:
+            index, phase = load_keys(fwd, bars, load_k, load_v, keys, index, phase)
+        tile += grid.stride

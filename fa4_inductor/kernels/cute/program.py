@@ -1,0 +1,70 @@
+"""The kernel's view of a score program module (interface in docs/architecture.md, "What the kernel receives")."""
+
+from types import ModuleType
+
+from cutlass import Boolean, Float32, Int32
+
+from fa4_inductor.kernels.cute.static import TraceObject
+
+class ProgramContext(TraceObject):
+    """What every program function gets first: run-time inputs beside q, k and v.
+
+    Attributes:
+        aux: tuple of cute tensors in global memory (bool tensors arrive as uint8).
+        sizes: tuple of Int32.
+        seqlen_q, seqlen_k: Int32, rows of q and of k.
+    """
+
+    def __init__(self, aux: tuple, sizes: tuple, seqlen_q: Int32, seqlen_k: Int32):
+        self.aux = aux
+        self.sizes = sizes
+        self.seqlen_q = seqlen_q
+        self.seqlen_k = seqlen_k
+
+
+class Program(TraceObject):
+    """Flags and functions of a program module, with defaults for what a module may leave out.
+
+    `uniform`, `row` and `column` may be missing (no such values); `kv_range` and `kv_full` may be missing for a program
+    that is not MASKED; `score` for a PLAIN one; `sink` without HAS_SINK.
+    """
+
+    def __init__(self, module: ModuleType):
+        self.module = module
+        self.plain: bool = module.PLAIN
+        self.masked: bool = module.MASKED
+        self.has_sink: bool = module.HAS_SINK
+        self.empty_row: str = module.EMPTY_ROW
+        self.may_be_empty: bool = module.MAY_BE_EMPTY
+        self.bound_log2: float | None = module.BOUND_LOG2
+
+    @property
+    def needs_v_mean(self) -> bool:
+        """Whether rows without any kept key get the mean of V."""
+        return self.empty_row == "mean" and self.may_be_empty
+
+    def uniform(self, ctx: ProgramContext, b: Int32, h: Int32) -> tuple:
+        fn = getattr(self.module, "uniform", None)
+        return () if fn is None else fn(ctx, b, h)
+
+    def row(self, ctx: ProgramContext, b: Int32, h: Int32, q_idx: Int32, u: tuple) -> tuple:
+        fn = getattr(self.module, "row", None)
+        return () if fn is None else fn(ctx, b, h, q_idx, u)
+
+    def column(self, ctx: ProgramContext, b: Int32, h: Int32, kv_idx: Int32, u: tuple) -> tuple:
+        fn = getattr(self.module, "column", None)
+        return () if fn is None else fn(ctx, b, h, kv_idx, u)
+
+    def score(self, ctx: ProgramContext, s: Float32, b, h, q_idx, kv_idx, u, r, c) -> Float32:
+        return Float32(self.module.score(ctx, s, b, h, q_idx, kv_idx, u, r, c))
+
+    def keep(self, ctx: ProgramContext, b, h, q_idx, kv_idx, u, r, c) -> Boolean:
+        return Boolean(self.module.keep(ctx, b, h, q_idx, kv_idx, u, r, c))
+
+    def sink(self, ctx: ProgramContext, b, h, q_idx) -> Float32:
+        return Float32(self.module.sink(ctx, b, h, q_idx))
+
+
+def needs_v_mean(module: ModuleType) -> bool:
+    """Whether the compiled kernel of this program takes a v_mean tensor."""
+    return Program(module).needs_v_mean

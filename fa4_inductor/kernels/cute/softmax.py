@@ -1,0 +1,142 @@
+"""Online softmax of one warpgroup's score fragment, in base 2, with the score program inlined.
+
+The shift of a row is its running maximum, kept stale while the true one exceeds it by at most 8 (base 2), as in the
+FlashAttention-4 paper (arXiv 2603.05451): P then stays below 256, and the final division by the row sum makes it exact.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from fa4_inductor.kernels.cute import fragment, ops
+from fa4_inductor.kernels.cute.program import Program, ProgramContext
+from fa4_inductor.kernels.cute.static import TraceObject
+
+RESCALE_THRESHOLD_LOG2 = 8.0
+
+
+class Softmax(TraceObject):
+    """State and steps of the softmax of the two rows a thread holds.
+
+    row_max: shift of each row, in units of the raw score for PLAIN programs and of log2 otherwise.
+    row_sum: this thread's part of sum(p), reduced over the quad at the end.
+    factor: what O has to be multiplied by after the last `shift`.
+    """
+
+    def __init__(self, program: Program, softmax_scale: Float32):
+        self.program = program
+        self.softmax_scale = softmax_scale
+        # score * unit is in base-2 units
+        self.unit = softmax_scale * ops.LOG2_E if program.plain else Float32(1.0)
+        self.row_max = cute.make_rmem_tensor((fragment.ROWS,), Float32)
+        self.row_sum = cute.make_rmem_tensor((fragment.ROWS,), Float32)
+        self.factor = cute.make_rmem_tensor((fragment.ROWS,), Float32)
+
+    def reset(self) -> None:
+        for r in range(fragment.ROWS):
+            self.row_max[r] = -Float32.inf
+            self.row_sum[r] = Float32(0.0)
+
+    def apply_program(
+        self, scores: cute.Tensor, ctx: ProgramContext, b, h, q_rows: tuple, kv_first: Int32, u: tuple, rows: tuple, mask: bool
+    ) -> None:
+        """Replace raw q.k by program scores (log2 units), and by -inf where the key does not take part.
+
+        Args:
+            q_rows: q_idx of the thread's two rows. kv_first: kv_idx of its first column.
+            u, rows: values of `uniform`, and of `row` for both rows.
+            mask: evaluate keep and the kv_idx < seqlen_k test.
+        """
+        program = self.program
+        if program.plain and not mask:
+            return
+        s = fragment.flat(scores)
+        for col in range(cute.size(s) // fragment.ROWS):
+            first = 4 * (col >> 1) + (col & 1)
+            kv_idx = kv_first + fragment.column_of(first)
+            c = ()
+            if not program.plain or program.masked:
+                c = program.column(ctx, b, h, kv_idx, u)
+            inside = kv_idx < ctx.seqlen_k if mask else None
+            for r in range(fragment.ROWS):
+                i = first + 2 * r
+                value = s[i]
+                if not program.plain:
+                    value = program.score(ctx, value * self.softmax_scale, b, h, q_rows[r], kv_idx, u, rows[r], c)
+                if mask:
+                    keep = inside
+                    if program.masked:
+                        keep = keep & program.keep(ctx, b, h, q_rows[r], kv_idx, u, rows[r], c)
+                    value = ops.select(keep, value, -Float32.inf)
+                s[i] = value
+
+    def shift(self, scores: cute.Tensor) -> Boolean:
+        """Move row_max to cover these scores; returns whether O has to be multiplied by `factor` (warp-uniform)."""
+        s = fragment.flat(scores)
+        tops = []
+        grew = Boolean(False)
+        for r in range(fragment.ROWS):
+            top = self.row_max[r]
+            for i in range(cute.size(s)):
+                if fragment.row_of(i) == r:
+                    top = ops.fmax(top, s[i])
+            tops.append(ops.quad_max(top))
+            grew = grew | ((tops[r] - self.row_max[r]) * self.unit > RESCALE_THRESHOLD_LOG2)
+        grew = cute.arch.vote_any_sync(grew)
+        for r in range(fragment.ROWS):
+            old = self.row_max[r]
+            new = ops.select(grew, tops[r], old)
+            self.row_max[r] = new
+            self.factor[r] = ops.exp2((old - self.finite(new)) * self.unit)
+            self.row_sum[r] = self.row_sum[r] * self.factor[r]
+        return grew
+
+    def finite(self, top: Float32) -> Float32:
+        """The shift used in exponents: 0 for a row without any finite score, so that exp2(-inf - shift) is 0."""
+        return ops.select(top == -Float32.inf, Float32(0.0), top)
+
+    def exponentiate(self, scores: cute.Tensor) -> None:
+        """scores <- p = 2**(score - shift), and add p to row_sum."""
+        s = fragment.flat(scores)
+        minus = [-self.finite(self.row_max[r]) * self.unit for r in range(fragment.ROWS)]
+        sums = [self.row_sum[r] for r in range(fragment.ROWS)]
+        for i in range(cute.size(s)):
+            r = fragment.row_of(i)
+            x = ops.fma(s[i], self.unit, minus[r]) if self.program.plain else s[i] + minus[r]
+            p = ops.exp2(x)
+            s[i] = p
+            sums[r] = sums[r] + p
+        for r in range(fragment.ROWS):
+            self.row_sum[r] = sums[r]
+
+    @cute.jit
+    def rescale(self, needed: Boolean, acc_o: cute.Tensor):
+        """O <- O * factor where the last shift asks for it."""
+        if needed:
+            o = fragment.flat(acc_o)
+            for i in cutlass.range_constexpr(cute.size(o)):
+                o[i] = o[i] * self.factor[fragment.row_of(i)]
+
+    def finish(self, ctx: ProgramContext, b, h, q_rows: tuple) -> tuple[list, list, list]:
+        """Per row: the multiplier that normalises O, the natural-log LSE, and whether the row is empty. Reduces row_sum over the quad.
+
+        An empty row gets multiplier 0 and LSE -inf; with a sink, the sink's LSE.
+        """
+        scales, lses, empties = [], [], []
+        for r in range(fragment.ROWS):
+            total = ops.quad_sum(self.row_sum[r])
+            self.row_sum[r] = total
+            top = self.finite(self.row_max[r]) * self.unit
+            scale = Float32(1.0)
+            if self.program.has_sink:
+                sink = self.program.sink(ctx, b, h, q_rows[r])
+                both = ops.fmax(ops.select(total == 0.0, -Float32.inf, top), sink)
+                both = self.finite(both)
+                scale = ops.exp2(top - both)
+                total = total * scale + ops.exp2(sink - both)
+                top = both
+            empty = total == 0.0
+            empties.append(empty)
+            scales.append(ops.select(empty, Float32(0.0), scale * ops.rcp(total)))
+            lses.append(ops.select(empty, -Float32.inf, (top + ops.log2(total)) * ops.LN_2))
+        return scales, lses, empties
