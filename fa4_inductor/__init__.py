@@ -8,11 +8,27 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
+import types
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "explain"]
+
+
+class _Package(types.ModuleType):
+    """This package, whose `explain` stays the function also after the submodule of that name is imported."""
+
+    @property
+    def explain(self) -> Callable[..., Any]:
+        """`explain(model, *args, **kwargs) -> Report`, see `fa4_inductor/explain.py`."""
+        return importlib.import_module(f"{__name__}.explain").explain
+
+    @explain.setter
+    def explain(self, submodule: types.ModuleType) -> None:
+        """The import system binds a submodule to its package; that would hide the function."""
 
 
 def _register() -> None:
@@ -27,13 +43,6 @@ def _register() -> None:
     backends.setdefault("fa4", EntryPoint("fa4", "fa4_inductor.backend:fa4", "torch_dynamo_backends"))
 
 
-def __getattr__(name: str) -> Any:
-    if name == "explain":
-        function = importlib.import_module(f"{__name__}.explain").explain
-        globals()["explain"] = function  # the import bound the submodule to this name
-        return function
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
+sys.modules[__name__].__class__ = _Package
 if importlib.util.find_spec("torch") is not None:  # `doctor` must be able to say that torch is missing
     _register()

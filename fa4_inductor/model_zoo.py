@@ -170,8 +170,8 @@ def _inputs(
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     if entry.model_type == "vit":
-        size = (shape.batch, config.num_channels, config.image_size, config.image_size)
-        pixels = torch.randn(size, generator=generator).to(device, next(model.parameters()).dtype)
+        image = (shape.batch, config.num_channels, config.image_size, config.image_size)
+        pixels = torch.randn(image, generator=generator).to(device, next(model.parameters()).dtype)
         return {"pixel_values": pixels}, None
     size = (shape.batch, shape.seqlen)
     inputs = {"input_ids": torch.randint(3, config.vocab_size, size, generator=generator).to(device)}
