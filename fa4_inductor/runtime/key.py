@@ -25,51 +25,6 @@ _TOOLCHAIN = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class CompileKey:
-    """Identity of one compiled kernel; equal keys mean interchangeable kernels, in any process on this kind of machine.
-
-    Attributes:
-        program: AttentionSpec text, which carries aux dtypes and ranks and the number of sizes.
-        dtype: of q, k, v and out, such as "bfloat16".
-        qhead_per_kvhead: Hq // Hkv.
-        config: repr of the KernelConfig.
-        toolchain: (package, version) pairs that shape machine code.
-        sources: fingerprint of our own sources that do.
-    """
-
-    program: str
-    dtype: str
-    head_dim: int
-    head_dim_v: int
-    qhead_per_kvhead: int
-    need_lse: bool
-    arch: str
-    config: str
-    direction: str = "forward"
-    toolchain: tuple[tuple[str, str], ...] = dataclasses.field(default_factory=lambda: toolchain_versions())
-    sources: str = dataclasses.field(default_factory=lambda: source_fingerprint())
-
-    def digest(self) -> str:
-        """Hex name of this key, the same in every process. Raises TypeError for a field that has no exact text."""
-        fields = {field.name: _exact(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-    def describe(self) -> dict[str, Any]:
-        """Fields as JSON-able data, stored beside the artefact for people."""
-        return dataclasses.asdict(self)
-
-
-def _exact(name: str, value: Any) -> Any:
-    """Only types whose JSON text is exact and stable may take part in a digest: anything else fails closed."""
-    if isinstance(value, tuple):
-        return [_exact(name, item) for item in value]
-    if value is None or type(value) in (str, int, bool):
-        return value
-    kind = type(value).__name__
-    raise TypeError(f"CompileKey.{name} is a {kind}: only str, int, bool, None and tuples of them identify a kernel")
-
-
 @functools.cache
 def toolchain_versions() -> tuple[tuple[str, str], ...]:
     """(name, version) of what turns source into machine code; absent packages are left out."""
@@ -97,3 +52,50 @@ def fingerprint_tree(root: Path, folders: tuple[str, ...]) -> str:
             digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
             digest.update(content)
     return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileKey:
+    """Identity of one compiled kernel; equal keys mean interchangeable kernels, in any process on this kind of machine.
+
+    Attributes:
+        program: AttentionSpec text, which carries aux dtypes and ranks and the number of sizes.
+        dtype: of q, k, v and out, such as "bfloat16".
+        qhead_per_kvhead: Hq // Hkv.
+        num_sms: multiprocessors of the device, which size the persistent grid.
+        config: repr of the KernelConfig.
+        toolchain: (package, version) pairs that shape machine code.
+        sources: fingerprint of our own sources that do.
+    """
+
+    program: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    qhead_per_kvhead: int
+    need_lse: bool
+    arch: str
+    num_sms: int
+    config: str
+    direction: str = "forward"
+    toolchain: tuple[tuple[str, str], ...] = dataclasses.field(default_factory=toolchain_versions)
+    sources: str = dataclasses.field(default_factory=source_fingerprint)
+
+    def digest(self) -> str:
+        """Hex name of this key, the same in every process. Raises TypeError for a field that has no exact text."""
+        fields = {field.name: _exact(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """Fields as JSON-able data, stored beside the artefact for people."""
+        return dataclasses.asdict(self)
+
+
+def _exact(name: str, value: Any) -> Any:
+    """Only types whose JSON text is exact and stable may take part in a digest: anything else fails closed."""
+    if isinstance(value, tuple):
+        return [_exact(name, item) for item in value]
+    if value is None or type(value) in (str, int, bool):
+        return value
+    kind = type(value).__name__
+    raise TypeError(f"CompileKey.{name} is a {kind}: only str, int, bool, None and tuples of them identify a kernel")

@@ -1,4 +1,4 @@
-"""From the op to a kernel: what happens on every call. Plans are made once; a call does one dict look-up and one launch."""
+"""From the op to a kernel, on every call. Plans are made once; a call does one dict look-up and one launch."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _launch(
         return out, lse
     if k.shape[2] == 0:
         return _fill_without_keys(plan, q, k, v, aux, sizes, out, lse, need_lse)
-    v_mean = v.float().mean(dim=2) if plan.needs_v_mean else None
+    v_mean = torch.mean(v, 2, dtype=torch.float32) if plan.needs_v_mean else None
     if aux:
         aux = _kernel_aux(plan, aux, q.device)
     plan.kernel(

@@ -3,8 +3,8 @@
     fa4_inductor::attention(q, k, v, aux, program, sizes, implementation) -> out
     fa4_inductor::_forward(q, k, v, aux, program, sizes, implementation, need_lse) -> (out, lse)
 
-`attention` is composite: while AOTAutograd traces it becomes `_forward`, which has device implementations and a fake and
-knows nothing of autograd. Shapes, layouts and the program text are described in docs/architecture.md.
+`attention` is composite: while AOTAutograd traces it becomes `_forward`, which has device implementations and a fake
+and knows nothing of autograd. Shapes, layouts and the program text are described in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], implementation: str
 ) -> Tensor:
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *aux)):
-        raise RuntimeError(
-            "fa4_inductor::attention has no backward: call it under torch.no_grad() or with tensors that need no gradient"
-        )
+        raise RuntimeError("fa4_inductor::attention has no backward: call it under torch.no_grad()")
     return torch.ops.fa4_inductor._forward(q, k, v, aux, program, sizes, implementation, False)[0]
 
 

@@ -18,6 +18,7 @@ BASE = {
     "qhead_per_kvhead": 1,
     "need_lse": False,
     "arch": "sm_90a",
+    "num_sms": 132,
     "config": "KernelConfig(tile_m=128)",
 }
 FIXED = {**BASE, "toolchain": (("cutlass", "1"),), "sources": "abc"}

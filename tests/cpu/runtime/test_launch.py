@@ -1,4 +1,4 @@
-"""Launch: operand checks, alignment, empty problems and argument order, with a recording function in the kernel's place."""
+"""Launch: operand checks, alignment, empty problems and argument order, with a recording kernel."""
 
 import pytest
 import torch

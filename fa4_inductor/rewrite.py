@@ -1,0 +1,238 @@
+"""Put an implementation in the place of a matched site: operand views, the call, the result as the user had it.
+
+Dynamo's graph holds in-place calls that FX takes for pure, so dead code is never eliminated at large: only nodes that
+fed the replaced site, that nobody uses any more and that are known to be pure are erased.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep
+from fa4_inductor.runtime.ops import ATTENTION
+
+_MODULES_OF_PURE_FUNCTIONS = ("torch", "_operator", "math", "builtins")
+_IN_PLACE_OPERATORS = {f for name, f in vars(operator).items() if name.startswith("i") and hasattr(operator, name[1:])}
+_IN_PLACE_OPERATORS |= {operator.setitem, operator.delitem}
+# Nodes that set interpreter state or draw random numbers stay even when nobody uses their value.
+_STATEFUL_PARTS = (
+    "autocast",
+    "grad_enabled",
+    "nesting",
+    "hooks",
+    "inference_mode",
+    "rand",
+    "bernoulli",
+    "lazy_load",
+    "functorch",
+)
+
+# Calls whose result does not depend on the memory layout of their input.
+_LAYOUT_ENDS = {
+    "contiguous", "size", "dim", "numel", "linear", "matmul", "mm", "bmm", "addmm", "einsum", "layer_norm", "rms_norm", "getattr", "clone",
+}  # fmt: skip
+# Calls whose result has the layout of their input (views and pointwise ops): their users decide.
+_LAYOUT_PASSES = {
+    "transpose", "permute", "unsqueeze", "reshape", "flatten", "to", "float", "half", "bfloat16", "type_as", "add", "sub", "mul",
+    "truediv", "div", "neg", "sigmoid", "silu", "gelu", "relu", "dropout", "getitem", "select", "chunk", "split",
+}  # fmt: skip
+
+
+class Splicer:
+    """Replaces sites of one graph. Raises `DeclineSite` before it has changed anything that is in use."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+
+    def replace_with_op(self, match: AttentionMatch, implementation: str) -> None:
+        """One `fa4_inductor::attention` call in the place of `match.output`."""
+        self.replace(match, lambda q, k, v, aux, sizes: self._op_node(match, implementation, q, k, v, aux, sizes))
+
+    def replace(self, match: AttentionMatch, build: Callable[..., fx.Node]) -> None:
+        """`build(q, k, v, aux, sizes)` returns the node of the (B, Hq, Sq, Dv) result, built at the graph's insert point."""
+        output, roots = match.output, match.output.all_input_nodes
+        with self.graph.inserting_before(output), _fake_mode_of(output):
+            q, k, v = (self._operand(o, output) for o in (match.q, match.k, match.v))
+            aux = [self._operand(o, output) for o in match.aux]
+            result = build(q, k, v, aux, list(match.sizes))
+            result = self._view(result, match.output_view, output)
+            result = self._restore(result, match)
+        result.meta = dict(output.meta)
+        output.replace_all_uses_with(result)
+        self.graph.erase_node(output)
+        self._erase_dead(roots)
+
+    def call(self, kind: str, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        """A node with its fake value, and the source location of `like`."""
+        node = self.graph.create_node(kind, target, args)
+        node.meta = {
+            key: like.meta[key] for key in ("stack_trace", "nn_module_stack", "source_fn_stack") if key in like.meta
+        }
+        fake_args = fx.node.map_arg(args, value_of)
+        node.meta["example_value"] = (
+            getattr(fake_args[0], target)(*fake_args[1:]) if kind == "call_method" else target(*fake_args)
+        )
+        return node
+
+    def _op_node(
+        self,
+        match: AttentionMatch,
+        implementation: str,
+        q: fx.Node,
+        k: fx.Node,
+        v: fx.Node,
+        aux: list[fx.Node],
+        sizes: list[Any],
+    ) -> fx.Node:
+        with torch.no_grad():
+            args = (q, k, v, aux, match.spec.text, sizes, implementation)
+            return self.call("call_function", ATTENTION, args, match.output)
+
+    def _operand(self, operand: Operand, like: fx.Node) -> fx.Node:
+        return self._view(operand.node, operand.view, like)
+
+    def _view(self, node: fx.Node, steps: tuple[ViewStep, ...], like: fx.Node) -> fx.Node:
+        for name, *args in steps:
+            args = [list(a) if isinstance(a, tuple) else a for a in args]
+            node = self.call("call_method", name, (node, *args), like)
+        return node
+
+    def _restore(self, result: fx.Node, match: AttentionMatch) -> fx.Node:
+        """`result` with the dtype of the replaced node, and with its stride order where a user could tell."""
+        output = match.output
+        if value_of(result).dtype != match.out_dtype:
+            result = self.call("call_method", "to", (result, match.out_dtype), output)
+        have, want = value_of(result), value_of(output)
+        if not isinstance(want, torch.Tensor):
+            raise DeclineSite(DeclineReason.UNSUPPORTED_LAYOUT, "the replaced node holds no single tensor")
+        if (
+            have.dim() != want.dim()
+            or have.dtype != want.dtype
+            or have.device != want.device
+            or _differ(have.shape, want.shape)
+        ):
+            got, expected = f"{have.dtype} {tuple(have.shape)}", f"{want.dtype} {tuple(want.shape)}"
+            raise DeclineSite(DeclineReason.INTERNAL_ERROR, f"the replacement is {got}, the graph had {expected}")
+        order = _stride_order(want)
+        if order != _stride_order(have) and layout_matters(output):
+            inverse = [order.index(i) for i in range(len(order))]
+            for name, *args in (("permute", order), ("contiguous",), ("permute", inverse)):
+                if args != [list(range(len(order)))]:
+                    result = self.call("call_method", name, (result, *args), output)
+        return result
+
+    def _erase_dead(self, roots: list[fx.Node]) -> None:
+        """Erase the nodes of `roots`, and what only they used, that are unused and pure. Placeholders and attributes stay."""
+        pending = list(roots)
+        while pending:
+            node = pending.pop()
+            if node._erased or node.users or not is_pure(node):
+                continue
+            pending.extend(node.all_input_nodes)
+            self.graph.erase_node(node)
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value Dynamo or this module recorded for a node. Raises `DeclineSite` when there is none."""
+    if "example_value" not in node.meta:
+        raise DeclineSite(DeclineReason.INTERNAL_ERROR, f"node {node.name} has no example value")
+    return node.meta["example_value"]
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether an unused node can go: a known functional torch call without in-place, out= or random behaviour."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = target_name(node)
+    if (
+        (name.endswith("_") and not name.endswith("__"))
+        or node.kwargs.get("inplace")
+        or node.kwargs.get("out") is not None
+    ):
+        return False
+    if any(part in name for part in _STATEFUL_PARTS) or (name == "dropout" and not _dropout_is_off(node)):
+        return False
+    if node.op == "call_method":
+        return name not in ("backward", "set", "register_hook")
+    if isinstance(node.target, torch._ops.OpOverload):
+        return not node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return name == "flex_attention"
+    module = getattr(node.target, "__module__", None) or "torch"
+    return module.split(".")[0] in _MODULES_OF_PURE_FUNCTIONS and node.target not in _IN_PLACE_OPERATORS
+
+
+def layout_matters(node: fx.Node) -> bool:
+    """Whether a user of `node` could behave differently when its strides change: `view`, unknown calls, graph outputs."""
+    pending, seen = [node], {node}
+    while pending:
+        for user in pending.pop().users:
+            name = target_name(user)
+            if user.op not in ("call_function", "call_method"):
+                return True
+            if name in _LAYOUT_PASSES:
+                if user not in seen:
+                    seen.add(user)
+                    pending.append(user)
+            elif name not in _LAYOUT_ENDS or (name in ("contiguous", "clone") and "memory_format" in user.kwargs):
+                return True
+    return False
+
+
+def target_name(node: fx.Node) -> str:
+    """`matmul` for torch.matmul, operator.matmul and "matmul" alike."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _dropout_is_off(node: fx.Node) -> bool:
+    if node.target is not F.dropout:
+        return False
+    bound = inspect.signature(F.dropout).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments["training"] is False or bound.arguments["p"] == 0.0
+
+
+def _stride_order(value: torch.Tensor) -> list[int]:
+    """Dimensions from the slowest to the fastest; those of length 1 go where they keep the order sorted."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+
+    free = [statically_known_true(length == 1) for length in value.shape]
+    order: list[int] = []
+    for dim in range(value.dim()):
+        place = len(order)
+        while place and not free[dim] and not free[order[place - 1]]:
+            if not guard_or_false(value.stride(order[place - 1]) < value.stride(dim)):
+                break
+            place -= 1
+        order.insert(place, dim)
+    return order
+
+
+def _differ(have: Any, want: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return any(statically_known_true(a != b) for a, b in zip(have, want, strict=True))
+
+
+@contextlib.contextmanager
+def _fake_mode_of(node: fx.Node) -> Iterator[None]:
+    """Fake tensors of the graph under construction, without leaving guards on symbolic sizes behind."""
+    value = node.meta.get("example_value")
+    values = value if isinstance(value, tuple | list) else [value]
+    mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
+    with contextlib.ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(mode)
+            if mode.shape_env is not None:
+                stack.enter_context(mode.shape_env.suppress_guards())
+        yield

@@ -1,0 +1,194 @@
+"""CompileKey -> kernel: emit the program, compile it with CuTe-DSL, keep it in the caches. Imports cutlass lazily.
+
+Nothing here needs a GPU: the architecture comes from the key. Whatever goes wrong in the toolchain, from a missing
+package to an error inside its compiler, becomes `KernelUnavailable`, which names the versions found and needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fa4_inductor import log
+from fa4_inductor.analysis import facts
+from fa4_inductor.errors import KernelUnavailable
+from fa4_inductor.lowering.config_table import select_config
+from fa4_inductor.runtime.cache import KernelCache
+from fa4_inductor.runtime.key import CompileKey, toolchain_versions
+from fa4_inductor.runtime.target import Target
+from fa4_inductor.settings import Settings
+from fa4_inductor.spec import AttentionSpec, EmptyRow, parse_spec
+
+Kernel = Callable[..., Any]
+NEEDS = "nvidia-cutlass-dsl 4.8 and apache-tvm-ffi"
+_SYMBOL = "fa4_forward"
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# CuTe-DSL keeps the module under construction in process-wide state: two threads compiling at once crash the process.
+_compile_lock = threading.Lock()
+_failures: dict[str, str] = {}
+_log = log.get_logger(__name__)
+
+
+def forward_key(
+    program: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, group: int, need_lse: bool, target: Target
+) -> CompileKey:
+    """The key of a forward kernel. group is Hq // Hkv.
+
+    Raises:
+        KernelUnavailable: for a dtype, head_dim or architecture that the kernel does not cover.
+    """
+    if not target.is_hopper:
+        raise KernelUnavailable(f"the CuTe-DSL kernel is written for sm_90a, this is {target.arch} ({target.name})")
+    if dtype not in _DTYPES:
+        raise KernelUnavailable(f"the CuTe-DSL kernel computes in bfloat16 and float16, not in {dtype}")
+    masked = not facts(parse_spec(program)).is_full
+    config = select_config(head_dim, head_dim_v, masked)
+    if config is None:
+        raise KernelUnavailable(
+            f"the CuTe-DSL kernel has no configuration for head_dim {head_dim}, head_dim_v {head_dim_v}"
+        )
+    return CompileKey(
+        program, _DTYPES[dtype], head_dim, head_dim_v, group, need_lse, target.arch, target.sm_count, repr(config)
+    )
+
+
+def needs_v_mean(spec: AttentionSpec) -> bool:
+    """Whether launches of this program carry the mean of V for rows that keep no key."""
+    return spec.sink is None and spec.empty_row is EmptyRow.MEAN and facts(spec).may_be_empty
+
+
+def get_kernel(key: CompileKey, settings: Settings) -> Kernel:
+    """The compiled kernel of `key`: from memory, disk, or the compiler.
+
+    Raises:
+        KernelUnavailable: the toolchain is missing, broken or failed on this program; asked again, it fails at once.
+    """
+    digest = key.digest()
+    if digest in _failures:
+        raise KernelUnavailable(_failures[digest])
+    try:
+        return kernel_cache(settings).get(digest, key.describe(), lambda: build(key))
+    except KernelUnavailable as error:
+        _failures[digest] = str(error)
+        raise
+
+
+def kernel_cache(settings: Settings) -> KernelCache[Kernel]:
+    """The process's cache for these settings."""
+    return _kernel_cache(settings.cache_dir if settings.disk_cache else None)
+
+
+@functools.cache
+def _kernel_cache(root: Path | None) -> KernelCache[Kernel]:
+    return KernelCache(root, load_artefact, save_artefact)
+
+
+def build(key: CompileKey) -> Kernel:
+    """Compile, without caches. Raises `KernelUnavailable` for whatever fails."""
+    with _compile_lock:
+        try:
+            return _build(key)
+        except Exception as error:
+            _log.debug("kernel build failed", exc_info=True)
+            cause = (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+            )
+            raise KernelUnavailable(
+                f"the attention kernel cannot be built ({cause}); found {_found()}, needed {NEEDS}"
+            ) from error
+
+
+def _build(key: CompileKey) -> Kernel:
+    with _architecture(key.arch):
+        from fa4_inductor.kernels.cute.build import build_forward
+
+        spec = parse_spec(key.program)
+        module = load_program(spec, key)
+        _log.debug("compiling %s", key)
+        return build_forward(
+            module,
+            key.dtype,
+            key.head_dim,
+            key.head_dim_v,
+            key.qhead_per_kvhead,
+            aux=tuple((a.dtype, a.ndim) for a in spec.aux),
+            num_sizes=spec.num_sizes,
+            need_lse=key.need_lse,
+            config=select_config(key.head_dim, key.head_dim_v, not facts(spec).is_full),
+            num_sms=key.num_sms,
+        )
+
+
+def load_program(spec: AttentionSpec, key: CompileKey) -> ModuleType:
+    """The program of `spec` as an imported module. CuTe-DSL reads source, so it lies in a file, private to this process."""
+    from fa4_inductor.lowering.emit_program import emit_program
+
+    text = emit_program(spec, facts(spec), need_lse=key.need_lse)
+    name = f"fa4_program_{key.digest()[:16]}"
+    path = Path(_program_directory()) / f"{name}.py"
+    path.write_text(text)
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    module_spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def _program_directory() -> str:
+    """Kept to the end of the process: tracebacks and the DSL read the sources again."""
+    directory = tempfile.TemporaryDirectory(prefix="fa4_programs_")
+    _keep_alive.append(directory)
+    return directory.name
+
+
+_keep_alive: list[Any] = []
+
+
+@contextlib.contextmanager
+def _architecture(arch: str) -> Iterator[None]:
+    """Without a GPU the DSL cannot detect the architecture, and takes it from this variable."""
+    name = "CUTE_DSL_ARCH"
+    if torch.cuda.is_available() or name in os.environ:
+        yield
+        return
+    os.environ[name] = arch
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def save_artefact(kernel: Any, path: Path) -> None:
+    """Write the object file of a compiled kernel: host entry and device code, no linker needed."""
+    kernel.export_to_c(str(path), function_name=_SYMBOL)
+
+
+def load_artefact(path: Path) -> Kernel:
+    """Load an object file written by `save_artefact`, in any process with the same toolchain."""
+    import cutlass.cute as cute
+
+    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), _SYMBOL)
+
+
+def _found() -> str:
+    names = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "python")
+    versions = dict(toolchain_versions())
+    return ", ".join(f"{name} {versions.get(name, 'missing')}" for name in names)
+
+
+def clear_failures() -> None:
+    """Try failed kernels again (tests, or after the toolchain was repaired in this process)."""
+    _failures.clear()
