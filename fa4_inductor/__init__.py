@@ -16,6 +16,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "explain"]
+explain: Callable[..., Any]  # bound by `_Package` below
 
 
 class _Package(types.ModuleType):
