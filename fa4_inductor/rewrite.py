@@ -39,12 +39,14 @@ _STATEFUL_PARTS = (
 
 # Calls whose result does not depend on the memory layout of their input.
 _LAYOUT_ENDS = {
-    "contiguous", "size", "dim", "numel", "linear", "matmul", "mm", "bmm", "addmm", "einsum", "layer_norm", "rms_norm", "getattr", "clone",
+    "contiguous", "size", "dim", "numel", "linear", "matmul", "mm", "bmm", "addmm", "einsum", "layer_norm", "rms_norm",
+    "getattr", "clone",
 }  # fmt: skip
 # Calls whose result has the layout of their input (views and pointwise ops): their users decide.
 _LAYOUT_PASSES = {
-    "transpose", "permute", "unsqueeze", "reshape", "flatten", "to", "float", "half", "bfloat16", "type_as", "add", "sub", "mul",
-    "truediv", "div", "neg", "sigmoid", "silu", "gelu", "relu", "dropout", "getitem", "select", "chunk", "split",
+    "transpose", "permute", "unsqueeze", "reshape", "flatten", "to", "float", "half", "bfloat16", "type_as",
+    "add", "sub", "mul", "truediv", "div", "neg", "sigmoid", "silu", "gelu", "relu", "dropout",
+    "getitem", "select", "chunk", "split",
 }  # fmt: skip
 
 
@@ -59,14 +61,19 @@ class Splicer:
         self.replace(match, lambda q, k, v, aux, sizes: self._op_node(match, implementation, q, k, v, aux, sizes))
 
     def replace(self, match: AttentionMatch, build: Callable[..., fx.Node]) -> None:
-        """`build(q, k, v, aux, sizes)` returns the node of the (B, Hq, Sq, Dv) result, built at the graph's insert point."""
+        """`build(q, k, v, aux, sizes)` makes the node of the (B, Hq, Sq, Dv) result at the graph's insert point."""
         output, roots = match.output, match.output.all_input_nodes
-        with self.graph.inserting_before(output), _fake_mode_of(output):
-            q, k, v = (self._operand(o, output) for o in (match.q, match.k, match.v))
-            aux = [self._operand(o, output) for o in match.aux]
-            result = build(q, k, v, aux, list(match.sizes))
-            result = self._view(result, match.output_view, output)
-            result = self._restore(result, match)
+        before = output.prev
+        try:
+            with self.graph.inserting_before(output), _fake_mode_of(output):
+                q, k, v = (self._operand(o, output) for o in (match.q, match.k, match.v))
+                aux = [self._operand(o, output) for o in match.aux]
+                result = build(q, k, v, aux, list(match.sizes))
+                result = self._restore(self._view(result, match.output_view, output), match)
+        except Exception:
+            while output.prev is not before:
+                self.graph.erase_node(output.prev)
+            raise
         result.meta = dict(output.meta)
         output.replace_all_uses_with(result)
         self.graph.erase_node(output)
@@ -99,7 +106,10 @@ class Splicer:
             return self.call("call_function", ATTENTION, args, match.output)
 
     def _operand(self, operand: Operand, like: fx.Node) -> fx.Node:
-        return self._view(operand.node, operand.view, like)
+        node = self._view(operand.node, operand.view, like)
+        value = value_of(node)
+        # The site needs no gradient (checked before), so one that an operand could carry was cut somewhere inside it.
+        return self.call("call_method", "detach", (node,), like) if value.requires_grad else node
 
     def _view(self, node: fx.Node, steps: tuple[ViewStep, ...], like: fx.Node) -> fx.Node:
         for name, *args in steps:
@@ -132,7 +142,7 @@ class Splicer:
         return result
 
     def _erase_dead(self, roots: list[fx.Node]) -> None:
-        """Erase the nodes of `roots`, and what only they used, that are unused and pure. Placeholders and attributes stay."""
+        """Erase those of `roots`, and of what only they used, that are unused and pure. Inputs and attributes stay."""
         pending = list(roots)
         while pending:
             node = pending.pop()
@@ -173,7 +183,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def layout_matters(node: fx.Node) -> bool:
-    """Whether a user of `node` could behave differently when its strides change: `view`, unknown calls, graph outputs."""
+    """Whether a user of `node` could tell other strides: `view`, calls we do not know, graph outputs."""
     pending, seen = [node], {node}
     while pending:
         for user in pending.pop().users:

@@ -101,12 +101,9 @@ def build(key: CompileKey) -> Kernel:
             return _build(key)
         except Exception as error:
             _log.debug("kernel build failed", exc_info=True)
-            cause = (
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-            )
-            raise KernelUnavailable(
-                f"the attention kernel cannot be built ({cause}); found {_found()}, needed {NEEDS}"
-            ) from error
+            message = (str(error).strip().splitlines() or ["no message"])[0]
+            cause = f"the attention kernel cannot be built ({type(error).__name__}: {message})"
+            raise KernelUnavailable(f"{cause}; found {_found()}, needed {NEEDS}") from error
 
 
 def _build(key: CompileKey) -> Kernel:
@@ -131,7 +128,7 @@ def _build(key: CompileKey) -> Kernel:
 
 
 def load_program(spec: AttentionSpec, key: CompileKey) -> ModuleType:
-    """The program of `spec` as an imported module. CuTe-DSL reads source, so it lies in a file, private to this process."""
+    """The program of `spec`, imported from a file private to this process, because CuTe-DSL reads source."""
     from fa4_inductor.lowering.emit_program import emit_program
 
     text = emit_program(spec, facts(spec), need_lse=key.need_lse)
