@@ -5,6 +5,7 @@ Works on tensors and on `torch.fx.Proxy` alike, since it calls nothing but torch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from fa4_inductor.errors import ProgramError
 from fa4_inductor.spec.expr import Expr, walk
-from fa4_inductor.spec.ops import OPS, Kind
+from fa4_inductor.spec.ops import OPS, Kind, Op
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,17 @@ def _is_tensor(x: Any) -> bool:
 def _apply(node: Expr, args: list[Any]) -> Any:
     op = OPS[node.op]
     if not any(_is_tensor(a) for a in args):
-        return op.fold(*args)
+        return _apply_to_numbers(op, args)
     if node.op in _TENSOR_ONLY or not _is_tensor(args[0]):
         args = _as_tensors(node, args)
     return op.torch(*args)
+
+
+def _apply_to_numbers(op: Op, args: list[Any]) -> Any:
+    try:
+        return op.fold(*args)
+    except (ValueError, ZeroDivisionError, OverflowError):  # where Python raises, torch gives inf or nan
+        return op.torch(*(torch.tensor(a, dtype=torch.float64) for a in args)).item()
 
 
 _TENSOR_ONLY = frozenset({"minimum", "maximum", "where", "and_", "or_", "xor", "pow", "eq", "sub"})
@@ -106,6 +114,8 @@ def _as_tensors(node: Expr, args: list[Any]) -> list[Any]:
     for expr, value in zip(node.args, args, strict=True):
         if not _is_tensor(value):
             dtype = {Kind.BOOL: torch.bool, Kind.INT: torch.int64, Kind.FLOAT: torch.float32}[expr.kind]
+            if expr.kind is Kind.FLOAT and abs(value) > torch.finfo(dtype).max:
+                value = math.copysign(math.inf, value)  # finfo(float64).min as a fill, for one
             value = torch.full((), value, dtype=dtype, device=model.device)
         out.append(value)
     return out

@@ -1,0 +1,186 @@
+"""Analyses of `keep` against brute force: the interpreter on small grids is the truth, expressions are random."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fa4_inductor.analysis import SAME_LENGTHS, Lengths, facts, may_be_empty
+from fa4_inductor.analysis.solve import solve
+from fa4_inductor.spec import AttentionSpec, AuxSpec, Kind, parse_expr, parse_spec
+from fa4_inductor.spec import expr as E
+from fa4_inductor.spec.interpret import Env, evaluate, grid
+
+AUX = (AuxSpec("bool", 2), AuxSpec("int64", 1), AuxSpec("int64", 2))
+B, H = 2, 2
+B_IDX, H_IDX, Q, KV = (E.index(n) for n in E.INDEX_NAMES)
+LEAVES = (
+    Q, KV, Q, KV, B_IDX, H_IDX, E.size("seqlen_q"), E.size("seqlen_k"), E.size("size0"),
+    E.load(1, (B_IDX,), Kind.INT), E.load(2, (B_IDX, Q), Kind.INT), E.load(2, (B_IDX, KV), Kind.INT),
+)  # fmt: skip
+
+
+def _ints() -> st.SearchStrategy[E.Expr]:
+    leaf = st.one_of(st.sampled_from(LEAVES), st.integers(-5, 5).map(E.const))
+
+    def extend(inner: st.SearchStrategy[E.Expr]) -> st.SearchStrategy[E.Expr]:
+        binary = st.builds(E.call, st.sampled_from(["add", "sub", "minimum", "maximum"]), inner, inner)
+        divided = st.builds(E.call, st.sampled_from(["floordiv", "mod"]), inner, st.integers(1, 4).map(E.const))
+        scaled = st.builds(E.call, st.just("mul"), inner, st.integers(-3, 3).map(E.const))
+        unary = st.builds(E.call, st.sampled_from(["neg", "abs"]), inner)
+        product = st.builds(E.call, st.just("mul"), inner, inner)
+        return st.one_of(binary, binary, divided, scaled, unary, product)
+
+    return st.recursive(leaf, extend, max_leaves=5)
+
+
+def _keeps() -> st.SearchStrategy[E.Expr]:
+    compare = st.builds(E.call, st.sampled_from(["lt", "le", "gt", "ge", "eq", "ne"]), _ints(), _ints())
+    padding = st.just(E.load(0, (B_IDX, KV), Kind.BOOL))
+
+    def extend(inner: st.SearchStrategy[E.Expr]) -> st.SearchStrategy[E.Expr]:
+        binary = st.builds(E.call, st.sampled_from(["and_", "and_", "or_", "xor"]), inner, inner)
+        return st.one_of(
+            binary, st.builds(E.call, st.just("not_"), inner), st.builds(E.call, st.just("where"), inner, inner, inner)
+        )
+
+    return st.recursive(st.one_of(compare, compare, compare, padding), extend, max_leaves=4)
+
+
+@functools.cache
+def _aux(sq: int, sk: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(sq * 31 + sk)
+    return [
+        torch.rand(B, sk, generator=g) < 0.6,
+        torch.randint(-2, 9, (B,), generator=g),
+        torch.randint(-2, 9, (B, max(sq, sk)), generator=g),
+    ]
+
+
+def value(e: E.Expr, sq: int, sk: int, size0: int, shape: tuple[int, ...], **names: object) -> torch.Tensor:
+    env = Env({**grid(B, H, sq, sk), "size0": size0, **names}, _aux(sq, sk))
+    return torch.as_tensor(evaluate(e, env)).expand(shape)
+
+
+def spec_of(keep: E.Expr) -> AttentionSpec:
+    return AttentionSpec(1.0, keep=keep, aux=AUX, num_sizes=1)
+
+
+def check_ranges(spec: AttentionSpec, sq: int, sk: int, size0: int) -> None:
+    f = facts(spec)
+    kept = value(spec.keep, sq, sk, size0, (B, H, sq, sk))
+    pairs = torch.tensor([(lo, hi) for lo in range(sq) for hi in range(lo, sq)])
+    q_lo, q_hi = pairs[:, 0].view(1, 1, -1, 1), pairs[:, 1].view(1, 1, -1, 1)
+    rows, keys = torch.arange(sq), torch.arange(sk)
+    inside = ((rows >= pairs[:, :1]) & (rows <= pairs[:, 1:]))[..., None]  # pair, row, 1
+    any_kept = (kept[:, :, None] & inside).any(3)  # B, H, pair, Sk
+    all_kept = (kept[:, :, None] | ~inside).all(3)
+    shape = (B, H, len(pairs), 1)
+    lo, hi = (value(e, sq, sk, size0, shape, q_lo=q_lo, q_hi=q_hi) for e in f.kv_range)
+    assert not (any_kept & ~((keys >= lo) & (keys < hi))).any(), f"a kept key is outside {f.kv_range}"
+    assert ((lo >= 0) & (hi <= sk)).all()
+    lo, hi = (value(e, sq, sk, size0, shape, q_lo=q_lo, q_hi=q_hi) for e in f.kv_full)
+    assert not (((keys >= lo) & (keys < hi)) & ~all_kept).any(), f"a dropped key is inside {f.kv_full}"
+    if f.exact:
+        lo, hi = (value(e, sq, sk, size0, (B, H, sq, 1)) for e in f.row.clipped())
+        assert torch.equal(kept, (keys >= lo) & (keys < hi))
+
+
+def check_emptiness(spec: AttentionSpec, sq: int, sk: int, size0: int) -> None:
+    empty = not value(spec.keep, sq, sk, size0, (B, H, sq, sk)).any(-1).all()
+    known = [Lengths(), Lengths((("seqlen_q", sq), ("seqlen_k", sk), ("size0", size0)))]
+    known += [SAME_LENGTHS] if sq == sk else []
+    known += [Lengths(nonnegative=(E.size("seqlen_k") - E.size("seqlen_q"),))] if sq <= sk else []
+    for lengths in known:
+        assert may_be_empty(spec, lengths) or not empty, f"an empty row under {lengths}"
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(_keeps(), st.integers(1, 6), st.integers(1, 7), st.integers(-2, 3))
+def test_random_keeps_against_brute_force(keep, sq, sk, size0):
+    shape = (B, H, sq, sk)
+    assert torch.equal(value(solve(keep), sq, sk, size0, shape), value(keep, sq, sk, size0, shape))
+    check_ranges(spec_of(keep), sq, sk, size0)
+    check_emptiness(spec_of(keep), sq, sk, size0)
+
+
+NAMED = {
+    "causal": ("kv_idx <= q_idx", True),
+    "causal, other spelling": ("~(kv_idx - q_idx > 0)", True),
+    "bottom right": ("kv_idx <= q_idx + (seqlen_k - seqlen_q)", False),
+    "window": ("(kv_idx <= q_idx) & (q_idx - kv_idx < 3)", False),
+    "both ways": ("abs(q_idx - kv_idx) <= 2", False),
+    "window or global": ("(kv_idx <= q_idx) & ((q_idx - kv_idx < 3) | (kv_idx < 2))", False),
+    "chunks": ("(kv_idx // 3 == q_idx // 3) & (kv_idx <= q_idx)", False),
+    "prefix": ("(kv_idx <= q_idx) | (kv_idx < aux1[b])", False),
+    "lengths": ("kv_idx < aux1[b]", False),
+    "padding": ("aux0[b, kv_idx] & (kv_idx <= q_idx)", False),
+    "documents": ("(aux2[b, kv_idx] == aux2[b, q_idx]) & (kv_idx <= q_idx)", False),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("sq,sk", [(6, 6), (3, 7), (7, 3)])
+def test_named_masks(name, sq, sk):
+    text, causal = NAMED[name]
+    spec = spec_of(parse_expr(text, AUX))
+    check_ranges(spec, sq, sk, 1)
+    check_emptiness(spec, sq, sk, 1)
+    assert facts(spec).is_causal is causal
+
+
+@pytest.mark.parametrize(
+    "name,exact",
+    [
+        ("causal", True),
+        ("window", True),
+        ("chunks", True),
+        ("prefix", True),
+        ("window or global", False),
+        ("padding", False),
+    ],
+)
+def test_exactness(name, exact):
+    assert facts(spec_of(parse_expr(NAMED[name][0], AUX))).exact is exact
+
+
+@pytest.mark.parametrize(
+    "text,unknown,same",
+    [
+        ("kv_idx <= q_idx", False, False),
+        ("(kv_idx <= q_idx) & (q_idx - kv_idx < 3)", True, False),  # with Sq > Sk late rows see nothing
+        ("(kv_idx <= q_idx) & (q_idx - kv_idx < 0)", True, True),
+        ("kv_idx <= q_idx + (seqlen_k - seqlen_q)", True, False),
+        ("kv_idx < q_idx", True, True),
+        ("(kv_idx // 64 == q_idx // 64) & (kv_idx <= q_idx)", True, False),
+        ("aux0[b, kv_idx] | (kv_idx == q_idx)", True, False),
+        ("aux0[b, kv_idx]", True, True),
+        ("kv_idx < aux1[b]", True, True),
+    ],
+)
+def test_empty_rows(text, unknown, same):
+    spec = spec_of(parse_expr(text, AUX))
+    assert (may_be_empty(spec), may_be_empty(spec, SAME_LENGTHS)) == (unknown, same)
+
+
+def test_a_sink_saves_every_row():
+    text = "fa4/1; aux=float32[1]; sizes=0; scale=1.0; score=score; keep=kv_idx < q_idx; sink=aux0[h]; empty_row=zero"
+    assert not may_be_empty(parse_spec(text))
+
+
+@pytest.mark.parametrize("width", [1, 2, 64])
+def test_window_counts_the_diagonal(width):
+    """Key q - W + 1 is visible, key q - W is not (a window of W keys includes the row's own)."""
+    f = facts(spec_of(parse_expr(f"(kv_idx <= q_idx) & (kv_idx > q_idx - {width})", AUX)))
+    assert str(f.window_left) == str(width - 1) and str(f.row.hi) == "q_idx + 1"
+
+
+@pytest.mark.parametrize(
+    "text", ["kv_idx <= q_idx + 1", "kv_idx < q_idx", "kv_idx <= q_idx + size0", "(kv_idx <= q_idx) & aux0[b, kv_idx]"]
+)
+def test_almost_causal_is_not_causal(text):
+    assert not facts(spec_of(parse_expr(text, AUX))).is_causal
