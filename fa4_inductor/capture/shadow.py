@@ -1,0 +1,140 @@
+"""ATen shadow of a slice: the same computation in core ATen, and which shadow node is the value of which slice node.
+
+The slice is run node by node under `make_fx` on Dynamo's fake tensors, and every tensor it computes is returned, so the
+output list says for each slice node where its value *at the end of the slice* lives. A value that was overwritten
+in between has no slice node any more, and a site that needs it declines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._decomp import get_decompositions
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fa4_inductor.capture.fx_view import SymScalar, example, is_mutation, target_name, tensors_of
+from fa4_inductor.capture.slice import Slice
+from fa4_inductor.errors import DeclineReason, DeclineSite
+
+aten = torch.ops.aten
+_DECOMPOSE = (
+    aten.triu, aten.tril, aten.masked_fill, aten.addmm, aten.addbmm, aten.rsub, aten.stack, aten.eye, aten.isinf,
+    aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.softplus,
+    aten.nan_to_num, aten.roll, aten.linspace, aten.logsumexp, aten.native_dropout, aten.fill, aten.zero, aten.sum.default,
+    aten.unbind, aten.pad, aten.lift_fresh_copy, aten.index_select, aten.addcmul, aten.addcdiv, aten.trunc, aten.t,
+)  # fmt: skip
+_NO_VALUE = ("_set_grad_enabled",)
+
+
+@dataclass
+class Shadow:
+    """A core-ATen graph and its map to positions in `Slice.nodes`.
+
+    Attributes:
+        graph: placeholders are the tensor and scalar leaves; the output is every value of the slice.
+        value: position of a slice node -> shadow node of its value at the end of the slice.
+        positions: shadow node -> positions of the slice nodes with that value, in graph order.
+        module: owner of the graph's get_attr constants.
+    """
+
+    graph: fx.Graph
+    value: dict[int, fx.Node]
+    positions: dict[fx.Node, list[int]]
+    module: fx.GraphModule
+
+
+def trace(piece: Slice) -> Shadow:
+    """Trace a slice.
+
+    Raises:
+        DeclineSite: UNSUPPORTED_OP when the slice cannot be run on fake tensors.
+    """
+    leaves = [n for n in piece.nodes if n in piece.leaves and example(n) is not None]
+    inputs = [example(n) for n in leaves]
+    returned: list[int] = []
+    body = _body(piece, leaves, returned)
+    if any(is_mutation(n) for n in piece.nodes if n not in piece.leaves):
+        body = torch.func.functionalize(body, remove="mutations")
+    table = get_decompositions(_DECOMPOSE)
+    mode = next((t.fake_mode for v in inputs for t in tensors_of(v) if isinstance(t, FakeTensor)), None)
+    mode = mode or _any_fake_mode(piece)
+    try:
+        with torch.no_grad(), mode or contextlib.nullcontext(), enable_python_dispatcher():
+            module = make_fx(body, decomposition_table=table, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+    except DeclineSite:
+        raise
+    except Exception as error:
+        if type(error).__name__ == "TensorifyScalarRestartAnalysis":
+            raise
+        detail = f"the slice cannot be traced: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, detail) from error
+    return _shadow_of(module, returned)
+
+
+def _any_fake_mode(piece: Slice) -> Any:
+    for node in piece.nodes:
+        for tensor in tensors_of(example(node)):
+            if isinstance(tensor, FakeTensor):
+                return tensor.fake_mode
+    return None
+
+
+def _body(piece: Slice, leaves: list[fx.Node], returned: list[int]) -> Callable[..., list[torch.Tensor]]:
+    """The slice as a function of its leaves; fills `returned` with the positions of what it returns."""
+
+    def run(*args: Any) -> list[torch.Tensor]:
+        env: dict[fx.Node, Any] = dict(zip(leaves, args))
+        open_autocasts: dict[fx.Node, Any] = {}
+        closers: dict[fx.Node, Callable[..., Any]] = {}
+        for node in piece.nodes:
+            if node in env or node in piece.leaves or target_name(node) in _NO_VALUE:
+                continue
+            values, keywords = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+            if node.op == "call_method":
+                env[node] = getattr(values[0], str(node.target))(*values[1:], **keywords)
+            else:
+                assert callable(node.target)
+                env[node] = node.target(*values, **keywords)
+            if target_name(node) == "_enter_autocast":
+                open_autocasts[node] = env[node]
+            elif target_name(node) == "_exit_autocast":
+                open_autocasts.pop(node.all_input_nodes[0], None)
+        for mode in reversed(open_autocasts.values()):
+            torch.amp.autocast_mode._exit_autocast(mode)
+        del closers
+        returned.clear()
+        results = []
+        for position, node in enumerate(piece.nodes):
+            value = env.get(node)
+            if isinstance(value, torch.Tensor) and not _batched(value):
+                returned.append(position)
+                results.append(value)
+        return results
+
+    return run
+
+
+def _batched(value: torch.Tensor) -> bool:
+    return torch._C._functorch.is_batchedtensor(value)
+
+
+def _shadow_of(module: fx.GraphModule, returned: list[int]) -> Shadow:
+    outputs = module.graph.output_node().args[0]
+    assert isinstance(outputs, tuple | list) and len(outputs) == len(returned)
+    value: dict[int, fx.Node] = {}
+    positions: dict[fx.Node, list[int]] = {}
+    for position, node in zip(returned, outputs):
+        if isinstance(node, fx.Node):
+            value[position] = node
+            positions.setdefault(node, []).append(position)
+    return Shadow(module.graph, value, positions, module)
+
+
+__all__ = ["Shadow", "SymScalar", "trace"]

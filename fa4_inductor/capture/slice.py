@@ -1,0 +1,188 @@
+"""Backward slices of a Dynamo graph: what an attention site is computed from, down to opaque leaves.
+
+A slice keeps graph order. It goes through pointwise, view, factory, index, softmax and contraction ops; everything else
+(linear, norms, convolutions, other attention sites, ...) is a leaf, and so is a contraction that lies behind two
+others. A mutation before the site of any storage the slice reads belongs to the slice: the value of a node at the site
+is the value after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fa4_inductor.capture import ops
+from fa4_inductor.capture.fx_view import (
+    example,
+    is_mutation,
+    mutated_storages,
+    storage_keys,
+    target_name,
+    tensors_of,
+)
+from fa4_inductor.errors import DeclineReason, DeclineSite
+
+MAX_CONTRACTIONS = 2
+MAX_NODES = 4000
+
+
+@dataclass(frozen=True)
+class Slice:
+    """`nodes` in graph order, leaves included; `roots` are the nodes whose elements are wanted."""
+
+    nodes: tuple[fx.Node, ...]
+    leaves: frozenset[fx.Node]
+    roots: tuple[fx.Node, ...]
+
+    def key(self) -> tuple:
+        """Equal for slices with the same structure, dtypes, shapes and constants: they have the same shadow."""
+        number = {n: i for i, n in enumerate(self.nodes)}
+        parts: list[Any] = [tuple(number[r] for r in self.roots)]
+        for node in self.nodes:
+            if node in self.leaves:
+                parts.append(("leaf", _value_key(example(node))))
+            else:
+                parts.append((node.op, node.target, _arg_key(node.args, number), _arg_key(node.kwargs, number)))
+        return tuple(parts)
+
+
+def _value_key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, tuple(map(str, value.shape)), tuple(map(str, value.stride())), str(value.device))
+    return (type(value).__name__, str(value))
+
+
+def _arg_key(arg: Any, number: dict[fx.Node, int]) -> Any:
+    if isinstance(arg, fx.Node):
+        return ("node", number[arg])
+    if isinstance(arg, tuple | list):
+        return tuple(_arg_key(a, number) for a in arg)
+    if isinstance(arg, dict):
+        return tuple((k, _arg_key(v, number)) for k, v in arg.items())
+    if isinstance(arg, slice):
+        return ("slice", *(_arg_key(a, number) for a in (arg.start, arg.stop, arg.step)))
+    return (type(arg).__name__, str(arg))
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Is this node a leaf of every slice?"""
+    return node.op in ("placeholder", "get_attr", "output") or target_name(node) not in ops.TRANSPARENT
+
+
+def has_softmax_above(anchor: fx.Node) -> bool:
+    """Is there a softmax-like op above a contraction, with no opaque op and no other contraction between?"""
+    seen: set[fx.Node] = set()
+    stack = list(anchor.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name = target_name(node)
+        if name in ops.SOFTMAX:
+            return True
+        if not is_opaque(node) and name not in ops.CONTRACTIONS:
+            stack.extend(node.all_input_nodes)
+    return False
+
+
+def backward_slice(roots: Sequence[fx.Node], site: fx.Node, *, contractions: int = MAX_CONTRACTIONS) -> Slice:
+    """The slice of `roots` as they are when `site` runs (roots come before it, or are it).
+
+    Raises:
+        DeclineSite: TENSOR_SUBCLASS, or MUTATION by an op that cannot be followed.
+    """
+    before = _nodes_until(site)
+    members, leaves = _collect(roots, contractions)
+    while added := _add_mutations(members, leaves, before, site):
+        _grow(added, members, leaves, contractions)
+    _add_state(members, before)
+    for node in members:
+        _check_value(node)
+    nodes = tuple(n for n in before if n in members)
+    if len(nodes) > MAX_NODES:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"more than {MAX_NODES} nodes lead to this site")
+    return Slice(nodes, frozenset(leaves), tuple(roots))
+
+
+def _nodes_until(site: fx.Node) -> list[fx.Node]:
+    nodes = []
+    for node in site.graph.nodes:
+        nodes.append(node)
+        if node is site:
+            break
+    return nodes
+
+
+def _collect(roots: Sequence[fx.Node], contractions: int) -> tuple[set[fx.Node], set[fx.Node]]:
+    members: set[fx.Node] = set()
+    leaves: set[fx.Node] = set()
+    _grow([(r, 0) for r in roots], members, leaves, contractions)
+    return members, leaves
+
+
+def _grow(start: list[tuple[fx.Node, int]], members: set[fx.Node], leaves: set[fx.Node], contractions: int) -> None:
+    """Breadth first over the number of contractions behind, so that each node is reached with its least number."""
+    level = list(start)
+    depth = min((d for _, d in start), default=0)
+    deferred: list[tuple[fx.Node, int]] = []
+    while level:
+        node, at = level.pop()
+        if at > depth:
+            deferred.append((node, at))
+        elif node not in members:
+            members.add(node)
+            contraction = target_name(node) in ops.CONTRACTIONS
+            if is_opaque(node) or (contraction and at >= contractions):
+                leaves.add(node)
+            else:
+                level.extend((n, at + contraction) for n in node.all_input_nodes)
+        if not level and deferred:
+            level, deferred, depth = deferred, [], depth + 1
+
+
+def _add_mutations(
+    members: set[fx.Node], leaves: set[fx.Node], before: list[fx.Node], site: fx.Node
+) -> list[tuple[fx.Node, int]]:
+    """Mutations of what the slice reads that are not in it yet."""
+    storages = frozenset().union(*(storage_keys(n) for n in members))
+    found = []
+    for node in before:
+        if node is site or node in members and node not in leaves or not is_mutation(node):
+            continue
+        if mutated_storages(node) & storages:
+            if is_opaque(node):
+                detail = f"{target_name(node)} writes into a tensor that this site reads"
+                raise DeclineSite(DeclineReason.MUTATION, detail)
+            leaves.discard(node)
+            members.discard(node)
+            found.append((node, MAX_CONTRACTIONS))
+    return found
+
+
+def _add_state(members: set[fx.Node], before: list[fx.Node]) -> None:
+    names: set[str] = set(ops.STATE)
+    if any(target_name(n) in ops.VMAP for n in members):
+        names |= ops.VMAP - {"_add_batch_dim", "_remove_batch_dim"}
+    for node in before:
+        if node not in members and node.op == "call_function" and target_name(node) in names:
+            members.add(node)
+            members.update(n for n in node.all_input_nodes)
+
+
+def _check_value(node: fx.Node) -> None:
+    for tensor in tensors_of(example(node)):
+        if type(tensor) is not FakeTensor and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            if not _is_functorch_wrapper(tensor):
+                raise DeclineSite(DeclineReason.TENSOR_SUBCLASS, f"{node.name} is a {type(tensor).__name__}")
+
+
+def _is_functorch_wrapper(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
