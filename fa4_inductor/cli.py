@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from . import __version__, collect_env
 
@@ -33,16 +32,6 @@ def doctor(as_json: bool) -> int:
     return 1
 
 
-def report_as_dict(report: Any) -> dict[str, Any]:
-    """A `fa4_inductor.explain` report as plain data."""
-    fields = ("index", "location", "status", "program", "implementation", "reason", "detail")
-    return {"sites": [{name: _plain(getattr(site, name, None)) for name in fields} for site in report.sites]}
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else getattr(value, "value", str(value))
-
-
 def explain(args: argparse.Namespace) -> int:
     """Builds the model with random weights and prints what the backend makes of each attention in it."""
     try:
@@ -67,7 +56,7 @@ def explain(args: argparse.Namespace) -> int:
         report = fa4_inductor.explain(case.model, **case.inputs)
     if args.json:
         head = {"model": args.model, "attn": args.attn, "sites_expected": case.sites}
-        print(json.dumps(head | report_as_dict(report), indent=2))
+        print(json.dumps(head | report.to_dict(), indent=2))
     else:
         from rich.console import Console
 

@@ -3,7 +3,7 @@
     python -m fa4_inductor.demo [--model llama] [--attn eager] [--device cuda] [--seqlen 4096]
 
 Prints each attention site with its program and the implementation chosen, the error against eager and float64, and the
-speed against eager and Inductor. On a Hopper GPU the sites run through the CuTe-DSL kernel in bf16; on a CPU in float32.
+speed against eager and Inductor. On a Hopper GPU the sites run through the CuTe-DSL kernel, in bf16.
 Exit code 1 when a site was not understood or the error is beyond its limit.
 """
 

@@ -18,6 +18,7 @@ import check_examples  # noqa: E402
 import check_layers  # noqa: E402
 import check_sizes  # noqa: E402
 import setup_env  # noqa: E402
+import write_docs  # noqa: E402
 
 Write = Callable[[str, str], Path]
 
@@ -154,3 +155,14 @@ def test_setup_error_says_what_to_do(
     monkeypatch.setattr(sys, "argv", ["setup_env.py", "--venv", str(tmp_path / "venv")])
     assert setup_env.main() == 1
     assert "Next: check the network" in capsys.readouterr().out
+
+
+def test_settings_docs_are_what_the_code_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert write_docs.main(["--check"]) == 0
+    (tmp_path / "docs").mkdir()
+    text = (ROOT / "docs" / "settings.md").read_text()
+    (tmp_path / "docs" / "settings.md").write_text(text.replace("FA4_INDUCTOR_STRICT", "FA4_INDUCTOR_STERN"))
+    monkeypatch.setattr(write_docs, "ROOT", tmp_path)
+    assert write_docs.main(["--check"]) == 1
+    assert write_docs.main([]) == 0
+    assert (tmp_path / "docs" / "settings.md").read_text() == text

@@ -1,0 +1,83 @@
+"""Unmodified Hugging Face models: every site understood, no S x S operand, repeat_kv gone, error within its limit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fa4_inductor import model_zoo
+
+from .helpers import TINY, counters, error, fused
+
+KV_HEADS = {"llama": 2, "mistral": 2, "gemma2": 1, "gpt_oss": 2, "qwen3": 2}
+
+
+@pytest.mark.parametrize(("name", "attn"), TINY)
+def test_every_site_is_understood(name: str, attn: str) -> None:
+    case = model_zoo.build(name, attn)
+    run = fused(case.model, implementation="reference")
+    result = error(case, run.model)
+    found = counters()
+    assert (found["found"], found["matched"], found["fused"]) == (case.sites,) * 3, found
+    assert result.ok, result
+    assert len(run.calls) == case.sites
+    for call in run.calls:
+        scores = call.q.shape[2] * call.k.shape[2]
+        assert all(aux.numel() < scores for aux in call.aux), [tuple(aux.shape) for aux in call.aux]
+        assert call.k.shape[1] == KV_HEADS.get(name, call.q.shape[1])
+
+
+@pytest.mark.parametrize(("name", "attn"), TINY)
+def test_automatic_choice_is_right(name: str, attn: str) -> None:
+    case = model_zoo.build(name, attn)
+    result = error(case, fused(case.model).model)
+    assert result.ok, result
+    assert counters()["matched"] == case.sites
+
+
+@pytest.mark.parametrize(("name", "attn"), [pair for pair in TINY if pair[0] not in ("vit", "mpt")])
+def test_one_dynamic_graph_serves_all_sizes(name: str, attn: str) -> None:
+    case = model_zoo.build(name, attn)
+    run = fused(case.model, dynamic=True, implementation="reference")
+    for batch, seqlen in ((2, 96), (3, 65), (4, 130)):
+        sized = case.resized(batch, seqlen)
+        result = error(sized, run.model)
+        assert result.ok, (batch, seqlen, result)
+    assert run.graphs == 1
+    assert counters()["matched"] == counters()["found"] == case.sites
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "t5", "bert"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    case = model_zoo.build(name, dtype=dtype)
+    result = error(case, fused(case.model, implementation="reference").model)
+    assert result.ok, result
+    assert counters()["fused"] == case.sites
+
+
+def test_through_inductor() -> None:
+    case = model_zoo.build("llama")
+    result = error(case, torch.compile(case.model, backend="fa4"))
+    assert result.ok, result
+    assert counters()["matched"] == case.sites
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_training_is_left_alone(name: str) -> None:
+    case = model_zoo.build(name)
+    case.model.requires_grad_(True)
+    run = fused(case.model, implementation="reference")
+    run.model(**case.inputs)
+    assert counters()["declined.needs_grad"] == case.sites
+    assert run.calls == []
+
+
+def test_active_dropout_is_left_alone() -> None:
+    case = model_zoo.build("bert")
+    case.model.train()
+    run = fused(case.model, implementation="reference")
+    with torch.no_grad():
+        run.model(**case.inputs)
+    assert counters()["declined.dropout"] == case.sites
+    assert run.calls == []
