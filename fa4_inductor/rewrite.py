@@ -18,7 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fa4_inductor.errors import DeclineReason, DeclineSite
-from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep
+from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep, apply_view
 from fa4_inductor.runtime.ops import ATTENTION
 
 _MODULES_OF_PURE_FUNCTIONS = ("torch", "_operator", "math", "builtins")
@@ -65,7 +65,7 @@ class Splicer:
         output, roots = match.output, match.output.all_input_nodes
         before = output.prev
         try:
-            with self.graph.inserting_before(output), _fake_mode_of(output):
+            with self.graph.inserting_before(output), fake_mode_of(output):
                 q, k, v = (self._operand(o, output) for o in (match.q, match.k, match.v))
                 aux = [self._operand(o, output) for o in match.aux]
                 result = build(q, k, v, aux, list(match.sizes))
@@ -178,7 +178,7 @@ def is_pure(node: fx.Node) -> bool:
         return not node.target._schema.is_mutable
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return name == "flex_attention"
-    module = getattr(node.target, "__module__", None) or "torch"
+    module = getattr(node.target, "__module__", None) or "torch"  # C functions of torch have none
     return module.split(".")[0] in _MODULES_OF_PURE_FUNCTIONS and node.target not in _IN_PLACE_OPERATORS
 
 
@@ -235,7 +235,7 @@ def _differ(have: Any, want: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _fake_mode_of(node: fx.Node) -> Iterator[None]:
+def fake_mode_of(node: fx.Node) -> Iterator[None]:
     """Fake tensors of the graph under construction, without leaving guards on symbolic sizes behind."""
     value = node.meta.get("example_value")
     values = value if isinstance(value, tuple | list) else [value]
@@ -246,3 +246,10 @@ def _fake_mode_of(node: fx.Node) -> Iterator[None]:
             if mode.shape_env is not None:
                 stack.enter_context(mode.shape_env.suppress_guards())
         yield
+
+
+def operand_value(operand: Operand) -> torch.Tensor:
+    """Fake value of an operand after its view: its shape, dtype and device."""
+    with fake_mode_of(operand.node):
+        steps = tuple(fx.node.map_arg(step, value_of) for step in operand.view)
+        return apply_view(value_of(operand.node), steps)
