@@ -10,6 +10,7 @@ Exit code 1 when a site was not understood or the error is beyond its limit.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -67,7 +68,7 @@ def errors(case: model_zoo.Case, outputs: dict[str, torch.Tensor], eager: torch.
 def speeds(case: model_zoo.Case, models: dict[str, Any], first: dict[str, float], rounds: int) -> Table:
     """Interleaved medians and first-call seconds."""
     device = next(case.model.parameters()).device
-    runs = {name: (lambda m=model: case.run(m)) for name, model in models.items()}
+    runs = {name: functools.partial(case.run, model) for name, model in models.items()}
     times = measure.medians_ms(runs, device, rounds=rounds)
     table = Table(title=f"One forward, median of {rounds} interleaved calls", title_justify="left")
     for column in ("backend", "ms", "fa4 is faster by", "first call, s"):
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     first, outputs = {}, {}
     for name, model in models.items():
         console.print(f"compiling with backend={name!r} ...")
-        first[name] = measure.first_call_seconds(lambda m=model: case.run(m), device)
+        first[name] = measure.first_call_seconds(functools.partial(case.run, model), device)
         outputs[name] = case.run(model)
     counters = torch._dynamo.utils.counters["fa4"]
     console.print("counters: " + ", ".join(f"{name} {n}" for name, n in sorted(counters.items())))

@@ -151,9 +151,9 @@ def reuse_host(python: Path, host: tuple[str, list[str]]) -> str:
     retry = "give the host a package index, then run make again"
     try:
         pip(python, "--no-deps", "--no-build-isolation", "-e", ".", what="fa4_inductor", hint=retry, quick=True)
-    except SetupError as error:
+    except SetupError:
         # Without an installed distribution there is no entry point: `import fa4_inductor` registers the backend.
-        say(f"{str(error).splitlines()[-1]}\nset-up: going on with the source tree on the path instead")
+        say("it cannot be built offline here: the source tree goes on the path instead")
         (site / "fa4_inductor_source.pth").write_text(f"{ROOT}\n")
     missing = [m for m in DEV_MODULES if not can_import(python, m)]
     if missing:
@@ -162,7 +162,7 @@ def reuse_host(python: Path, host: tuple[str, list[str]]) -> str:
         try:
             pip(python, *wanted, what="test tools", hint=retry, quick=True)
         except SetupError:
-            say(f"no package index: these stay missing and what needs them is skipped or fails: {', '.join(wanted)}")
+            say(f"no package index answers, so these stay missing: {', '.join(wanted)}. Next: {retry}")
     if not can_import(python, "cutlass"):
         say("CuTe-DSL is missing, so no kernel of ours will run. Next: pip install 'nvidia-cutlass-dsl[cu13]~=4.8.1'")
     return f"reuse {version}"
