@@ -15,9 +15,9 @@ class ProgramContext(TraceObject):
         seqlen_q, seqlen_k: Int32, rows of q and of k.
     """
 
-    def __init__(self, aux: tuple, sizes: tuple, seqlen_q: Int32, seqlen_k: Int32):
-        self.aux = aux
-        self.sizes = sizes
+    def __init__(self, aux: tuple | None, sizes: tuple | None, seqlen_q: Int32, seqlen_k: Int32):
+        self.aux = aux or ()
+        self.sizes = sizes or ()
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
 

@@ -1,0 +1,34 @@
+"""keep = (kv_idx <= q_idx) & (kv_idx > q_idx - size0); sink = aux0[h]."""
+
+from cutlass import Float32
+
+from fa4_inductor.kernels.cute import ops
+
+PLAIN = True
+MASKED = True
+BOUND_LOG2 = None
+HAS_SINK = True
+EMPTY_ROW = "zero"
+MAY_BE_EMPTY = False
+NUM_SIZES = 1
+AUX = (("bfloat16", 1),)
+
+
+def row(ctx, b, h, q_idx, u):
+    return (q_idx - ctx.sizes[0],)
+
+
+def keep(ctx, b, h, q_idx, kv_idx, u, r, c):
+    return (kv_idx <= q_idx) & (kv_idx > r[0])
+
+
+def kv_range(ctx, b, h, q_lo, q_hi):
+    return q_lo - ctx.sizes[0] + 1, q_hi + 1
+
+
+def kv_full(ctx, b, h, q_lo, q_hi):
+    return q_hi - ctx.sizes[0] + 1, q_lo + 1
+
+
+def sink(ctx, b, h, q_idx):
+    return Float32(ctx.aux[0][h]) * ops.LOG2_E

@@ -1,0 +1,26 @@
+"""score = 20 * tanh(score / 20); keep = kv_idx <= q_idx."""
+
+from fa4_inductor.kernels.cute import ops
+
+PLAIN = False
+MASKED = True
+BOUND_LOG2 = 20.0 * ops.LOG2_E
+HAS_SINK = False
+EMPTY_ROW = "nan"
+MAY_BE_EMPTY = False
+
+
+def score(ctx, s, b, h, q_idx, kv_idx, u, r, c):
+    return ops.tanh_approx(s * (1.0 / 20.0)) * (20.0 * ops.LOG2_E)
+
+
+def keep(ctx, b, h, q_idx, kv_idx, u, r, c):
+    return kv_idx <= q_idx
+
+
+def kv_range(ctx, b, h, q_lo, q_hi):
+    return 0, q_hi + 1
+
+
+def kv_full(ctx, b, h, q_lo, q_hi):
+    return 0, q_lo + 1

@@ -1,0 +1,91 @@
+"""Random sweep of the forward kernel against fp32, several processes at once because each program compiles for seconds.
+
+Run as a script: python tests/gpu/fwd_sweep.py --workers 8 --per-job 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+import traceback
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+Job = tuple[str, str, int, int, int, bool, tuple[tuple[str, object], ...]]
+
+_NAMES = (
+    "plain", "causal", "window", "softcap_causal", "alibi_causal", "padding", "dense_mask", "dense_bias", "t5_table",
+    "sink_window", "document_causal",
+)  # fmt: skip
+
+
+def jobs() -> list[Job]:
+    """(program, dtype, head_dim, head_dim_v, group, need_lse, config overrides) of every kernel to build."""
+    table: list[Job] = []
+    for d in (64, 80, 96, 128, 192, 256):
+        table.append(("plain", "bfloat16", d, d, 1, True, ()))
+        table.append(("causal", "float16", d, d, 2, True, ()))
+    for i, name in enumerate(_NAMES[2:]):
+        table.append((name, "bfloat16", 128, 128, 4, True, ()))
+        table.append((name, "float16" if i % 2 else "bfloat16", 64, 64, 1, i % 3 == 0, ()))
+    table.append(("plain", "bfloat16", 192, 128, 1, True, ()))
+    table.append(("causal", "bfloat16", 64, 128, 1, True, ()))
+    table.append(("causal", "bfloat16", 128, 64, 3, False, ()))
+    table.append(("padding", "bfloat16", 80, 80, 1, True, ()))
+    table.append(("sink_window", "bfloat16", 256, 256, 8, True, ()))
+    table.append(("causal", "bfloat16", 128, 128, 1, True, (("persistent", False),)))
+    table.append(("causal", "bfloat16", 128, 128, 1, True, (("num_consumers", 1), ("tile_n", 64))))
+    return table
+
+
+def run_job(job: Job, count: int, seed: int) -> tuple[Job, int, list[str], float]:
+    """Build one kernel and check it on `count` random shapes; returns the failures."""
+    import torch
+
+    import fwd_cases as cases
+    import prebuilt
+
+    name, dtype, d, dv, group, need_lse, overrides = job
+    torch.backends.cuda.matmul.allow_tf32 = False
+    rng = random.Random(f"{seed} {job}")
+    torch.manual_seed(rng.randrange(1 << 30))
+    program = cases.load_program(name)
+    failures: list[str] = []
+    started = time.time()
+    try:
+        config = prebuilt.resolve_config(name, d, dv, overrides)
+        compiled = prebuilt.forward(name, dtype, d, dv, group, need_lse, config)
+        built = time.time() - started
+        for _ in range(count):
+            x = cases.random_inputs(name, rng, dtype, (d, dv), group)
+            out, lse, guard = cases.launch(compiled, program, x, need_lse)
+            wrong = cases.check(name, x, out, lse, guard)
+            if wrong:
+                shapes = f"q{tuple(x.q.shape)} k{tuple(x.k.shape)} sizes{x.sizes} strides{x.q.stride()} {x.k.stride()}"
+                failures.append(f"{wrong} at {shapes}")
+    except Exception:
+        return job, count, [traceback.format_exc()[-1500:]], time.time() - started
+    return job, count, failures, built
+
+
+def sweep(workers: int, per_job: int, seed: int) -> tuple[int, list[str]]:
+    """Run every job; returns (combinations checked, failures)."""
+    checked, failures = 0, []
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for job, count, wrong, built in pool.map(run_job, jobs(), [per_job] * len(jobs()), [seed] * len(jobs())):
+            checked += count
+            failures += [f"{job}: {text}" for text in wrong]
+            print(f"{'FAIL' if wrong else 'ok':4s} {job} build {built:.1f}s {wrong[:1]}", flush=True)
+    return checked, failures
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--per-job", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    checked, failures = sweep(args.workers, args.per_job, args.seed)
+    print(f"{checked} combinations, {len(failures)} failures")
+    raise SystemExit(bool(failures))
