@@ -1,0 +1,175 @@
+"""Spec and facts -> text of the Python module that the kernel inlines (interface in docs/architecture.md).
+
+Every value is computed at the cheapest stage: what depends on (b, h) in `uniform`, on the query row in `row`, on the
+key in `column`, and only the rest per element. `keep` is written in its solved form (analysis.solve), so constraints
+compare the key with per-row bounds.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fa4_inductor.analysis.facts import AttentionFacts
+from fa4_inductor.analysis.parts import Stage, drop_row_constants, stage
+from fa4_inductor.lowering.emit_expr import LOG2_E, Writer, bare, clamp_loads, exact_nodes, group_by_stage
+from fa4_inductor.lowering.log2_score import log2_score, scaled
+from fa4_inductor.spec.attention import AttentionSpec
+from fa4_inductor.spec.expr import TRUE, Expr, score, walk
+
+_TUPLES = {Stage.UNIFORM: "u", Stage.ROW: "r", Stage.COLUMN: "c"}
+_ARGUMENTS = {
+    "uniform": "ctx, b, h",
+    "row": "ctx, b, h, q_idx, u",
+    "column": "ctx, b, h, kv_idx, u",
+    "score": "ctx, s, b, h, q_idx, kv_idx, u, r, c",
+    "keep": "ctx, b, h, q_idx, kv_idx, u, r, c",
+    "kv_range": "ctx, b, h, q_lo, q_hi",
+    "kv_full": "ctx, b, h, q_lo, q_hi",
+    "sink": "ctx, b, h, q_idx",
+}
+_HEADER = """\
+from cutlass import Boolean, Float32, Int32, cute
+
+from fa4_inductor.kernels.cute import ops
+from fa4_inductor.kernels.cute import program_ops as pops
+
+INF = float("inf")
+NAN = float("nan")
+"""
+
+
+@dataclass
+class _Roots:
+    """The expressions of a program, loads clamped, and how exactly each node has to be computed."""
+
+    score: Expr
+    keep: Expr
+    sink: Expr | None
+    kv_range: tuple[Expr, Expr]
+    kv_full: tuple[Expr, Expr]
+    exact: frozenset[Expr] = field(default_factory=frozenset)
+
+    @property
+    def plain(self) -> bool:
+        return self.score is score()
+
+
+def emit_program(spec: AttentionSpec, facts: AttentionFacts, *, need_lse: bool = False, fast_math: bool = True) -> str:
+    """Module text for `spec`; equal arguments give equal text.
+
+    Args:
+        need_lse: keep the terms that shift the LSE without changing the output.
+        fast_math: logits through the special function unit, with tanh good to 2^-11 (relative); False computes tanh,
+            exp, log and divisions exactly, at several times their cost.
+
+    Raises:
+        ProgramError: an integer constant does not fit into int32 arithmetic.
+    """
+    roots = _roots(spec, facts, need_lse, fast_math)
+    parts = [f'"""{spec.text}"""\n\n{_HEADER}', _flags(spec, facts, roots)]
+    stages, given = _staged(spec, roots)
+    parts += stages
+    if not roots.plain:
+        parts.append(_function("score", [roots.score], spec, roots, given))
+    if facts.keep is not TRUE:
+        parts.append(_function("keep", [roots.keep], spec, roots, given))
+        parts.append(_function("kv_range", list(roots.kv_range), spec, roots, {}))
+        parts.append(_function("kv_full", list(roots.kv_full), spec, roots, {}))
+    if roots.sink is not None:
+        parts.append(_function("sink", [roots.sink], spec, roots, {}))
+    return "\n\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def write_program(text: str, digest: str, directory: Path) -> Path:
+    """Write a program module as `directory/fa4_program_<digest>.py`, atomically, and return its path.
+
+    The directory is made private to the user: the file is going to be executed. A file that is already there with other
+    content is replaced.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = directory / f"fa4_program_{digest}.py"
+    if path.exists() and path.read_text() == text:
+        return path
+    scratch = directory / f".{path.name}.{os.getpid()}"
+    scratch.write_text(text)
+    os.replace(scratch, path)
+    return path
+
+
+def _roots(spec: AttentionSpec, facts: AttentionFacts, need_lse: bool, fast_math: bool) -> _Roots:
+    shifted = spec.score if need_lse or spec.sink is not None else drop_row_constants(spec.score)
+    logit = shifted if shifted is score() else _prepared(log2_score(shifted))
+    keep = _prepared(facts.keep)
+    sink = None if spec.sink is None else _prepared(scaled(spec.sink, LOG2_E))
+    ranges = [_prepared(e) for e in (*facts.kv_range, *facts.kv_full)]
+    logits = [logit] if sink is None else [logit, sink]
+    exact = exact_nodes(logits, [keep, *ranges] if fast_math else [keep, *ranges, *logits])
+    return _Roots(logit, keep, sink, (ranges[0], ranges[1]), (ranges[2], ranges[3]), exact)
+
+
+def _prepared(e: Expr) -> Expr:
+    return clamp_loads(group_by_stage(e))
+
+
+def _flags(spec: AttentionSpec, facts: AttentionFacts, roots: _Roots) -> str:
+    bound = None if facts.score_bound is None else facts.score_bound * LOG2_E
+    flags = {
+        "PLAIN": roots.plain,
+        "MASKED": facts.keep is not TRUE,
+        "BOUND_LOG2": bound,
+        "HAS_SINK": spec.sink is not None,
+        "EMPTY_ROW": "zero" if spec.sink is not None else spec.empty_row.value,
+        "MAY_BE_EMPTY": facts.may_be_empty,
+        "AUX": tuple((a.dtype, a.ndim) for a in spec.aux),
+        "NUM_SIZES": spec.num_sizes,
+    }
+    return "\n".join(f"{name} = {_literal(value)}" for name, value in flags.items())
+
+
+def _literal(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _staged(spec: AttentionSpec, roots: _Roots) -> tuple[list[str], dict[Expr, str]]:
+    """The functions `uniform`, `row`, `column` that are needed, and where later stages find their values."""
+    per_element = [r for r in (roots.score, roots.keep) if r.args]
+    exported = _exported(per_element)
+    functions: list[str] = []
+    given: dict[Expr, str] = {}
+    for at, name in ((Stage.UNIFORM, "uniform"), (Stage.ROW, "row"), (Stage.COLUMN, "column")):
+        values = exported[at]
+        if values:
+            functions.append(_function(name, values, spec, roots, given, as_tuple=True))
+            given |= {e: f"{_TUPLES[at]}[{i}]" for i, e in enumerate(values)}
+    return functions, given
+
+
+def _exported(per_element: list[Expr]) -> dict[Stage, list[Expr]]:
+    """For each stage below ELEMENT, the values that a later stage (or the element functions themselves) reads."""
+    found: dict[Stage, dict[Expr, None]] = {s: {} for s in Stage}
+    for root in per_element:
+        found[stage(root)][root] = None
+        for node in walk(root):
+            for arg in node.args:
+                if stage(arg) < stage(node) and _is_work(arg):
+                    found[stage(arg)][arg] = None
+    return {s: list(found[s]) for s in (Stage.UNIFORM, Stage.ROW, Stage.COLUMN)}
+
+
+def _is_work(e: Expr) -> bool:
+    """More than reading a variable or writing a constant."""
+    return e.op == "load" or bool(e.args)
+
+
+def _function(
+    name: str, values: list[Expr], spec: AttentionSpec, roots: _Roots, given: dict[Expr, str], as_tuple: bool = False
+) -> str:
+    writer = Writer(spec.aux, roots.exact, given)
+    texts = [bare(text) for text in writer.body(values)]
+    result = ", ".join(texts)
+    if as_tuple:
+        result = f"({result},)" if len(texts) == 1 else f"({result})"
+    lines = [*writer.lines, f"return {result}"]
+    return f"def {name}({_ARGUMENTS[name]}):\n" + "\n".join(f"    {line}" for line in lines)

@@ -1,0 +1,96 @@
+"""The score in base-2 units, arranged so that few instructions are left per element.
+
+Three rewrites, all of which keep the value up to fp32 rounding:
+- log2(e) is multiplied into constants, and into the factor that changes least often;
+- float(kv_idx - q_idx) becomes float(kv_idx) - float(q_idx): exact below 2^24, and conversions run at an eighth of the
+  rate of additions;
+- slope * (column - row) becomes slope * column + (-slope * row), one fused multiply-add per element. The fused form
+  rounds once, at the size of the result, and the rounding of the row's part is the same for all keys of a row, to
+  which softmax is blind.
+"""
+
+from __future__ import annotations
+
+from fa4_inductor.analysis.parts import Stage, stage, terms, total
+from fa4_inductor.lowering.emit_expr import LOG2_E
+from fa4_inductor.spec.expr import Expr, call, cast, const, walk
+from fa4_inductor.spec.ops import Kind
+from fa4_inductor.spec.simplify import simplify
+
+_SPLIT = frozenset({"add", "sub", "neg", "abs", "minimum", "maximum"})
+
+
+def log2_score(score: Expr) -> Expr:
+    """`score * log2(e)`. Score terms come last in the sum, so that they meet the rest in one fused multiply-add."""
+    parts = [_spread(t) for t in terms(scaled(float_distances(simplify(score)), LOG2_E))]
+    return total(sorted(parts, key=lambda t: ("score" in t.free, stage(t))))
+
+
+def scaled(e: Expr, factor: float) -> Expr:
+    """`e * factor`, with the factor moved towards constants and rarely changing operands."""
+    if e.is_const:
+        return const(e.value * factor)
+    if e.op in ("add", "sub"):
+        return call(e.op, scaled(e.args[0], factor), scaled(e.args[1], factor))
+    if e.op == "neg":
+        return -scaled(e.args[0], factor)
+    if e.op == "where":
+        return call("where", e.args[0], scaled(e.args[1], factor), scaled(e.args[2], factor))
+    if e.op == "mul":
+        cheap, other = sorted(e.args, key=lambda a: (stage(a), not a.is_const))
+        return scaled(cheap, factor) * other if not (cheap.op == "score") else e * factor
+    if e.op == "div":
+        if e.args[1].is_const and e.args[1].value != 0:
+            return scaled(e.args[0], factor / e.args[1].value)
+        return scaled(e.args[0], factor) / e.args[1]
+    return e * factor
+
+
+def float_distances(root: Expr) -> Expr:
+    """`root` with float(integer formula of q_idx and kv_idx) computed in floats, where all integers are below 2^24."""
+    done: dict[Expr, Expr] = {}
+    for node in walk(root):
+        args = tuple(done[a] for a in node.args)
+        if node.op == "to_float" and node.args[0].kind is Kind.INT and stage(node) is Stage.ELEMENT:
+            done[node] = _as_float(node.args[0])
+        else:
+            done[node] = node if args == node.args else Expr(node.op, node.kind, args, node.value)
+    return done[root]
+
+
+def _as_float(e: Expr) -> Expr:
+    if e.kind is Kind.INT and e.op in _SPLIT and stage(e) is Stage.ELEMENT and all(_is_small(a) for a in e.args):
+        return call(e.op, *(_as_float(a) for a in e.args))
+    return cast(e, Kind.FLOAT)
+
+
+def _is_small(e: Expr) -> bool:
+    """An integer made of indices, lengths and small constants by sums: exact in fp32."""
+    if e.is_const:
+        return abs(e.value) < 1 << 22
+    if e.op in ("index", "size"):
+        return e.value in ("q_idx", "kv_idx", "seqlen_q", "seqlen_k", "b", "h")
+    return e.op in _SPLIT and all(_is_small(a) for a in e.args)
+
+
+def _spread(term: Expr) -> Expr:
+    """slope * (column + row) as fma(slope, column, slope * row); any other term as it is."""
+    if term.op == "neg" and (inner := _spread(term.args[0])).op == "fma":
+        slope, column, row = inner.args
+        return fma(-slope, column, -row)
+    if term.op != "mul" or stage(term) is not Stage.ELEMENT or "score" in term.free:
+        return term
+    slope, distance = sorted(term.args, key=stage)
+    if stage(slope) not in (Stage.UNIFORM, Stage.ROW):
+        return term
+    parts = terms(distance)
+    columns = [t for t in parts if stage(t) is Stage.COLUMN]
+    rows = [t for t in parts if stage(t) in (Stage.UNIFORM, Stage.ROW)]
+    if not columns or not rows or len(columns) + len(rows) < len(parts):
+        return term
+    return fma(slope, total(columns), slope * total(rows))
+
+
+def fma(a: Expr, b: Expr, c: Expr) -> Expr:
+    """a * b + c with one rounding; an op that only kernel programs have."""
+    return Expr("fma", Kind.FLOAT, (a, b, c))
