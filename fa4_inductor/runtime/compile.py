@@ -24,6 +24,7 @@ from fa4_inductor import log
 from fa4_inductor.analysis import facts
 from fa4_inductor.errors import KernelUnavailable
 from fa4_inductor.lowering.config_table import select_config
+from fa4_inductor.lowering.emit_program import emit_program, write_program
 from fa4_inductor.runtime.cache import KernelCache
 from fa4_inductor.runtime.key import CompileKey, toolchain_versions
 from fa4_inductor.runtime.target import Target
@@ -55,9 +56,7 @@ def forward_key(
     masked = not facts(parse_spec(program)).is_full
     config = select_config(head_dim, head_dim_v, masked)
     if config is None:
-        raise KernelUnavailable(
-            f"the CuTe-DSL kernel has no configuration for head_dim {head_dim}, head_dim_v {head_dim_v}"
-        )
+        raise KernelUnavailable(f"the CuTe-DSL kernel has no configuration for head dims {head_dim}, {head_dim_v}")
     return CompileKey(
         program, _DTYPES[dtype], head_dim, head_dim_v, group, need_lse, target.arch, target.sm_count, repr(config)
     )
@@ -129,16 +128,12 @@ def _build(key: CompileKey) -> Kernel:
 
 def load_program(spec: AttentionSpec, key: CompileKey) -> ModuleType:
     """The program of `spec`, imported from a file private to this process, because CuTe-DSL reads source."""
-    from fa4_inductor.lowering.emit_program import emit_program
-
-    text = emit_program(spec, facts(spec), need_lse=key.need_lse)
-    name = f"fa4_program_{key.digest()[:16]}"
-    path = Path(_program_directory()) / f"{name}.py"
-    path.write_text(text)
-    module_spec = importlib.util.spec_from_file_location(name, path)
+    digest = key.digest()
+    path = write_program(emit_program(spec, facts(spec), need_lse=key.need_lse), digest, Path(_program_directory()))
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
     assert module_spec is not None and module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
+    sys.modules[path.stem] = module
     module_spec.loader.exec_module(module)
     return module
 

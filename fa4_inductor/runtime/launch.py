@@ -16,6 +16,7 @@ from fa4_inductor.settings import Settings
 from fa4_inductor.spec import AttentionSpec, parse_spec
 
 Outputs = tuple[Tensor, Tensor]
+_DEVICES = ("cuda",)
 _ALIGNMENT = 16  # bytes: what TMA demands of addresses and of all strides but the innermost
 
 
@@ -134,7 +135,7 @@ def _launch(
         aux = _kernel_aux(plan, aux, q.device)
     plan.kernel(
         aligned(q), aligned(k), aligned(v), out, lse if need_lse else None, v_mean, plan.spec.softmax_scale,
-        tuple(aux), tuple(sizes),
+        tuple(aux) or None, tuple(sizes) or None,
     )  # fmt: skip
     return out, lse
 
@@ -192,7 +193,7 @@ def _make_plan(
     settings = Settings.from_env()
     try:
         target = target_for(device)
-        if device.type != "cuda":
+        if device.type not in _DEVICES:
             raise KernelUnavailable(f"CuTe-DSL kernels run on NVIDIA GPUs, not on {device.type}")
         key = compiler.forward_key(program, dtype, head_dim, head_dim_v, group, need_lse, target)
         return make_plan(compiler.get_kernel(key, settings), program)
