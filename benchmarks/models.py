@@ -57,14 +57,11 @@ def coverage_row(name: str, attn: str, dynamic: bool, args: argparse.Namespace) 
     dtype = getattr(torch, args.dtype)
     row: dict[str, Any] = dict(model=name, attn=attn, shapes="dynamic" if dynamic else "static")
     case = model_zoo.build(name, attn, size=args.size, dtype=dtype, device=args.device, seqlen=args.seqlen)
-    eager_case = model_zoo.build(name, "eager", size=args.size, dtype=dtype, device=args.device, seqlen=args.seqlen)
     options = {"fa4.implementation": args.implementation} if args.implementation != "auto" else {}
     model = compiled(case, "fa4", True if dynamic else None, options)
-    runs, eager_runs = cases_of(case, dynamic), cases_of(eager_case, dynamic)
     row["first_call_s"] = round(measure.first_call_seconds(lambda: case.run(model), args.device), 1)
-    errors = []
-    for run, eager in zip(runs, eager_runs):
-        errors.append(measure.compare(run.run(model), eager.run(), eager.in_double().run()))
+    runs = cases_of(case, dynamic)
+    errors = [measure.compare(run.run(model), run.run(), run.in_double().run()) for run in runs]
     worst = max(errors, key=lambda e: (not e.ok, e.candidate / e.bound if e.bound else 0.0))
     counters = dict(torch._dynamo.utils.counters["fa4"])
     row |= dict(sites=case.sites, counters=counters, declined=declined_text(counters))

@@ -63,5 +63,5 @@ def counters() -> dict[str, int]:
 
 
 def error(case: model_zoo.Case, model: Callable[..., Any]) -> measure.Error:
-    """Error of a compiled model on the case's inputs, against float64 and eager attention."""
+    """Error of a compiled model on the case's inputs, against the uncompiled model in float64."""
     return measure.compare(case.run(model), case.run(), case.in_double().run())
