@@ -53,7 +53,10 @@ def forward_key(
         raise KernelUnavailable(f"the CuTe-DSL kernel is written for sm_90a, this is {target.arch} ({target.name})")
     if dtype not in _DTYPES:
         raise KernelUnavailable(f"the CuTe-DSL kernel computes in bfloat16 and float16, not in {dtype}")
-    masked = not facts(parse_spec(program)).is_full
+    spec = parse_spec(program)
+    if spec.softmax_scale <= 0:
+        raise KernelUnavailable(f"the CuTe-DSL kernel needs a positive softmax scale, this is {spec.softmax_scale}")
+    masked = not facts(spec).is_full
     config = select_config(head_dim, head_dim_v, masked)
     if config is None:
         raise KernelUnavailable(f"the CuTe-DSL kernel has no configuration for head dims {head_dim}, {head_dim_v}")
@@ -81,6 +84,11 @@ def get_kernel(key: CompileKey, settings: Settings) -> Kernel:
     except KernelUnavailable as error:
         _failures[digest] = str(error)
         raise
+
+
+def has_failed(key: CompileKey) -> bool:
+    """Whether this process already failed to build the kernel."""
+    return key.digest() in _failures
 
 
 def kernel_cache(settings: Settings) -> KernelCache[Kernel]:

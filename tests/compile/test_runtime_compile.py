@@ -1,5 +1,6 @@
-"""The compile path without a GPU: program text to kernel, disk cache across processes, and a toolchain that is broken."""
+"""The compile path without a GPU: program text to kernel, disk cache across processes, broken toolchains."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ import torch
 from fa4_inductor import log
 from fa4_inductor.errors import KernelUnavailable
 from fa4_inductor.runtime import compile as C
-from fa4_inductor.runtime import launch
+from fa4_inductor.runtime import launch, workers
 from fa4_inductor.runtime.target import target_for
 from fa4_inductor.settings import Settings
 from fa4_inductor.spec import AttentionSpec, AuxSpec, EmptyRow, parse_expr
@@ -138,3 +139,38 @@ def test_at_launch_it_warns_once_and_runs_in_eager_torch_or_raises_in_strict_mod
     monkeypatch.setenv("FA4_INDUCTOR_STRICT", "1")
     with pytest.raises(KernelUnavailable, match="TypeError"):
         launch.forward(q, q, q, [], PLAIN, [], "cute", False)
+
+
+def test_many_kernels_are_built_by_workers_and_loaded_from_disk(tmp_path):
+    settings = Settings(cache_dir=tmp_path)
+    keys = [dataclasses.replace(key_of(group=g), sources="as of this test") for g in (1, 2, 4, 4)]
+    assert list(workers.build_all(keys, settings).values()) == [None] * 3
+    assert log.counters()["kernel_compiles"] == 1 and log.counters()["kernel_cache_hits"] == 2
+    assert workers.build_all(keys, settings).keys() == set(keys) and log.counters()["kernel_compiles"] == 1
+
+
+def test_a_worker_that_dies_costs_only_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers.sys, "executable", "/bin/false")
+    settings = Settings(cache_dir=tmp_path)
+    keys = [key_of(group=g) for g in (1, 2, 4)]
+    monkeypatch.setattr(C, "_build", lambda key: key.describe())
+    monkeypatch.setattr(C, "save_artefact", lambda kernel, path: path.write_text("x"))
+    assert list(workers.build_all(keys, settings).values()) == [None] * 3
+    assert log.counters()["kernel_compiles"] == 3
+
+
+def test_failures_are_reported_by_key(monkeypatch):
+    def broken(key):
+        if key.qhead_per_kvhead == 2:
+            raise TypeError("unexpected argument")
+        return print
+
+    monkeypatch.setattr(C, "_build", broken)
+    keys = [key_of(group=g, program=AttentionSpec(0.5).text) for g in (1, 2)]
+    results = workers.build_all(keys, Settings(disk_cache=False))
+    assert results[keys[0]] is None and "TypeError" in str(results[keys[1]])
+
+
+def test_a_key_survives_the_way_to_a_worker():
+    key = key_of()
+    assert workers.key_from_json(json.dumps(key.describe())) == key
