@@ -1,0 +1,236 @@
+"""Symbolic element evaluation: the value of one tensor element as a score-program expression.
+
+`Elements.value(node, index)` looks an element up lazily through views, pointwise ops, factories and gathers, so every
+spelling of a mask or bias ends in the same formula. Where the way ends (an opaque tensor, or data that does not depend
+on both q_idx and kv_idx and so is small), the element becomes a load of that tensor: an aux slot.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fa4_inductor.capture.fx_view import SymScalar, shape_exprs
+from fa4_inductor.capture.shadow import Shadow
+from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.patterns.indices import Index
+from fa4_inductor.patterns.rules_pointwise import POINTWISE_RULES, constant, kind_of, round_to
+from fa4_inductor.patterns.rules_tensors import TENSOR_RULES
+from fa4_inductor.patterns.rules_views import VIEW_RULES, broadcast
+from fa4_inductor.patterns.space import Space
+from fa4_inductor.spec import expr as E
+from fa4_inductor.spec.ops import Kind
+
+ATOM_BASE = 1 << 20
+"""Aux slots from here on stand for values that are no tensor loads (softmax, reductions); they never leave the matcher."""
+
+aten = torch.ops.aten
+CONTRACTION_OPS = {aten.bmm.default, aten.mm.default, aten.baddbmm.default}
+MUTATED = "the tensor is written between its use in a mask or score and the attention"
+
+
+@dataclass(frozen=True)
+class AuxTensor:
+    """A captured tensor: `source` names a captured node, `view` the (name, sympy args) steps to the indexed tensor."""
+
+    source: Hashable
+    view: tuple[tuple[Any, ...], ...]
+    dtype: torch.dtype
+    ndim: int
+
+
+@dataclass(frozen=True)
+class Atom:
+    """A value with no expression of its own: `kind` is "softmax", "max", "sum"; `body` is what a sum runs over."""
+
+    kind: str
+    node: fx.Node
+    index: Index
+    body: E.Expr | None = None
+
+
+class Elements:
+    """Evaluator over one shadow graph in one index space.
+
+    Attributes:
+        aux: captured tensors in slot order. atoms: values standing for slots from ATOM_BASE on.
+        contract: called for a contraction; returns its expression, or None to treat it as an opaque tensor.
+    """
+
+    def __init__(
+        self,
+        shadow: Shadow,
+        space: Space,
+        source_of: Callable[[fx.Node], Hashable | None],
+        contract: Callable[[fx.Node, Index], E.Expr | None] = lambda node, index: None,
+        given: dict[fx.Node, E.Expr] | None = None,
+        aux: list[AuxTensor] | None = None,
+    ) -> None:
+        self.shadow, self.space, self.source_of, self.contract = shadow, space, source_of, contract
+        self.given = given or {}
+        self.aux: list[AuxTensor] = [] if aux is None else aux
+        self.atoms: list[Atom] = []
+        self._memo: dict[tuple[fx.Node, Index], E.Expr] = {}
+        self._contracted = _above_contraction(shadow.graph)
+
+    def value(self, node: fx.Node, index: Index) -> E.Expr:
+        """Element `index` of `node`.
+
+        Raises:
+            DeclineSite: UNSUPPORTED_OP, UNSUPPORTED_SHAPE, UNSUPPORTED_DTYPE or MUTATION.
+        """
+        key = (node, index)
+        if key not in self._memo:
+            self._memo[key] = self._evaluate(node, index)
+        return self._memo[key]
+
+    def _evaluate(self, node: fx.Node, index: Index) -> E.Expr:
+        if node in self.given:
+            return self.given[node]
+        view = VIEW_RULES.get(node.target) if node.op == "call_function" else None
+        rule = POINTWISE_RULES.get(node.target) or TENSOR_RULES.get(node.target)
+        try:
+            if node.target is operator.getitem and node.args[0].target is aten.max.dim and node.args[1] == 0:
+                return TENSOR_RULES[aten.amax.default](self, node.args[0], index)
+            if node.target in CONTRACTION_OPS:
+                e = self.contract(node, index)
+                return self.load(node, index) if e is None else e
+            if view is not None:
+                return self.value(*view(self.space.ranges, node, index))
+            if rule is not None:
+                value = rule(self, node, index)
+                return self._collapsed(node, index, E.cast(value, kind_of(node.meta["val"].dtype)))
+        except DeclineSite as refusal:
+            if node in self._contracted or self.source_of(node) is None or refusal.reason is DeclineReason.MUTATION:
+                raise
+        return self.load(node, index)
+
+    def operand(self, arg: Any, index: Index) -> E.Expr:
+        """A pointwise operand at `index` of the result: a broadcast tensor or a scalar."""
+        if isinstance(arg, fx.Node):
+            value = arg.meta["val"]
+            if isinstance(value, torch.Tensor):
+                return self.value(arg, broadcast(index, shape_exprs(value)))
+            arg = value
+        if isinstance(arg, SymScalar):
+            return self._scalar(arg)
+        return E.const(arg)
+
+    def _scalar(self, value: Any) -> E.Expr:
+        e = value.node.expr
+        if isinstance(value, torch.SymInt):
+            return self.space.to_expr(e)
+        if isinstance(e, sympy.Number):
+            return E.const(float(e))
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"a run-time {type(value).__name__} in a score or mask")
+
+    def fill(self, value: Any, node: fx.Node) -> E.Expr:
+        """A factory's fill value, rounded to the tensor's dtype."""
+        e = self.operand(value, ())
+        return constant(e.value, node.meta["val"].dtype) if e.is_const else e
+
+    def narrow(self, node: fx.Node, index: Index, value: E.Expr) -> E.Expr:
+        """A float cast to a type of smaller range: constants beyond it become infinite, and so would data."""
+        terms = _terms(value)
+        if "score" not in value.free and any(t.op == "load" and t.value < ATOM_BASE for t in terms):
+            return self.load(node, index)
+        return _round_terms(value, node.meta["val"].dtype)
+
+    def atom(self, kind: str, node: fx.Node, index: Index, body: E.Expr | None = None) -> E.Expr:
+        """The same (kind, node, index) gives the same expression."""
+        entry = Atom(kind, node, index, body)
+        if entry not in self.atoms:
+            self.atoms.append(entry)
+        named = [i for i in index if not i.is_Integer]
+        args = tuple(self.space.to_expr(i) for i in named)
+        return E.load(ATOM_BASE + self.atoms.index(entry), args, Kind.FLOAT)
+
+    def atom_of(self, e: E.Expr) -> Atom | None:
+        return self.atoms[e.value - ATOM_BASE] if e.op == "load" and e.value >= ATOM_BASE else None
+
+    def _collapsed(self, node: fx.Node, index: Index, e: E.Expr) -> E.Expr:
+        """Data that varies with q_idx and kv_idx is expanded to its leaves; any other computed data is one load."""
+        if "aux" not in e.free or "score" in e.free or {"q_idx", "kv_idx"} <= e.free or _is_bare_load(e):
+            return e
+        if any(n.op == "load" and n.value >= ATOM_BASE for n in E.walk(e)) or self.source_of(node) is None:
+            return e
+        if node in self._contracted:
+            return e
+        free = {s for i in index for s in i.free_symbols}
+        needed = {s for s in free if str(s) in e.free or s not in self.space.ranges.sizes}
+        fixed = tuple(i if i.free_symbols <= needed else i.subs(dict.fromkeys(free - needed, 0)) for i in index)
+        return self.load(node, fixed)
+
+    def load(self, node: fx.Node, index: Index) -> E.Expr:
+        """Element of a captured tensor, in an aux slot.
+
+        Raises:
+            DeclineSite: UNSUPPORTED_OP if no captured node holds the tensor, MUTATION if it was overwritten.
+        """
+        source = self.source_of(node)
+        if source is None:
+            if node.op == "placeholder":
+                raise DeclineSite(DeclineReason.MUTATION, MUTATED)
+            raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"{node.target} in a score or mask")
+        tensor = node.meta["val"]
+        kind_of(tensor.dtype)
+        steps: list[tuple[Any, ...]] = []
+        indices: list[sympy.Expr] = []
+        for dim in range(len(index) - 1, -1, -1):
+            e = index[dim]
+            if e.is_Integer and e >= 0:
+                steps.append(("select", dim, int(e)))
+            elif self._is_batch_times_heads(e, shape_exprs(tensor)[dim]):
+                steps.append(("unflatten", dim, (self.space.batch, self.space.heads)))
+                indices[:0] = [self.space.b, self.space.h]
+            else:
+                indices.insert(0, e)
+        entry = AuxTensor(source, tuple(steps), tensor.dtype, len(indices))
+        if entry not in self.aux:
+            self.aux.append(entry)
+        args = tuple(self.space.to_expr(i) for i in indices)
+        return E.load(self.aux.index(entry), args, kind_of(tensor.dtype))
+
+    def _is_batch_times_heads(self, e: sympy.Expr, size: sympy.Expr) -> bool:
+        space = self.space
+        if space.b.is_Integer or space.h.is_Integer:
+            return False
+        return size == space.batch * space.heads and sympy.expand(space.b * space.heads + space.h) == e
+
+
+def _above_contraction(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes computed from a contraction."""
+    result: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target in CONTRACTION_OPS or any(n in result for n in node.all_input_nodes):
+            result.add(node)
+    return result
+
+
+def _is_bare_load(e: E.Expr) -> bool:
+    return e.op == "load" or e.op in ("to_float", "to_int", "to_bool") and _is_bare_load(e.args[0])
+
+
+def _terms(e: E.Expr) -> list[E.Expr]:
+    """What is added up or selected from in a value."""
+    if e.op in ("add", "sub"):
+        return [t for a in e.args for t in _terms(a)]
+    if e.op == "where":
+        return [t for a in e.args[1:] for t in _terms(a)]
+    return [e]
+
+
+def _round_terms(e: E.Expr, dtype: torch.dtype) -> E.Expr:
+    if e.op == "const":
+        return E.const(round_to(e.value, dtype))
+    if e.op in ("add", "sub"):
+        return E.call(e.op, *(_round_terms(a, dtype) for a in e.args))
+    if e.op == "where":
+        return E.call("where", e.args[0], *(_round_terms(a, dtype) for a in e.args[1:]))
+    return e

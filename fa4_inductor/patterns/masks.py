@@ -1,0 +1,178 @@
+"""Splits logits into a score, a keep predicate and the contract of rows that keep nothing.
+
+Masks are recognised by what they do: a term or a selection that puts -inf, or a finite number so low that no score can
+change it (finfo.min), in the place of a logit. Smaller numbers (-1e4, -1e9) stay what they are: biases.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fa4_inductor.spec import expr as E
+from fa4_inductor.spec.attention import EmptyRow
+from fa4_inductor.spec.ops import Kind
+
+ABSORBING = -1e30
+"""With |score| < 1e22 (fp32: 2**-24 of this) the sum is this number itself, and exp(sum - max) is 0."""
+ABSORBING_HALF = -6e4
+"""For fp16 logits, whose most negative number is -65504."""
+LEVEL = -1e30
+"""Stands for a finite fill in the rare case that the program must keep it: log2(e) * LEVEL is still finite."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Where `keep` is False the logit is `fill` whatever the score is."""
+
+    keep: E.Expr
+    fill: float
+
+
+@dataclass(frozen=True)
+class Logits:
+    """score, keep and empty_row of an `AttentionSpec`."""
+
+    score: E.Expr
+    keep: E.Expr
+    empty_row: EmptyRow
+
+
+@dataclass(frozen=True)
+class _Peeled:
+    """A logit as `value` where every mask keeps. `summed`: masks that were added to one another, not nested."""
+
+    value: E.Expr
+    masks: tuple[Mask, ...] = ()
+    summed: bool = False
+
+
+def split(logits: E.Expr, *, half: bool, fills_are_zero: bool, has_sink: bool) -> Logits:
+    """Split a logit expression.
+
+    Args:
+        half: the logits are computed in fp16, where fills of about -65504 absorb.
+        fills_are_zero: rows of -inf give 0 (SDPA, flex), not NaN (softmax).
+        has_sink: a sink column takes part, so no row is empty.
+    """
+    peeled = _peel(logits, ABSORBING_HALF if half else ABSORBING)
+    masks = peeled.masks
+    infinite = [m for m in masks if m.fill == -math.inf]
+    finite = [m for m in masks if m.fill != -math.inf]
+    unkept = EmptyRow.ZERO if fills_are_zero else EmptyRow.NAN
+    if has_sink:
+        return Logits(peeled.value, E.conjunction([m.keep for m in masks]), EmptyRow.ZERO)
+    if not finite:
+        return Logits(peeled.value, E.conjunction([m.keep for m in infinite]), unkept)
+    if not infinite and len(finite) == 1:
+        return Logits(peeled.value, finite[0].keep, EmptyRow.MEAN)
+    if not infinite and not peeled.summed and len({m.fill for m in finite}) == 1:
+        return Logits(peeled.value, E.conjunction([m.keep for m in finite]), EmptyRow.MEAN)
+    return _levelled(peeled, infinite, finite, unkept)
+
+
+def _levelled(peeled: _Peeled, infinite: list[Mask], finite: list[Mask], unkept: EmptyRow) -> Logits:
+    """Finite fills stay in the score (a row of them is uniform); where two of them add up they overflow to -inf."""
+    keep = [m.keep for m in infinite]
+    if peeled.summed:
+        keep += [a.keep | b.keep for i, a in enumerate(finite) for b in finite[i + 1 :]]
+    value = E.call("where", E.conjunction([m.keep for m in finite]), peeled.value, LEVEL)
+    return Logits(value, E.conjunction(keep), unkept)
+
+
+def _peel(e: E.Expr, limit: float) -> _Peeled:
+    if "score" not in e.free:
+        e = boolean_selection(e)
+    rule = _RULES.get(e.op)
+    return rule(e, limit) if rule is not None else _Peeled(e)
+
+
+def _is_fill(e: E.Expr, limit: float) -> bool:
+    return e.is_const and e.kind is Kind.FLOAT and e.value <= limit
+
+
+def _peel_where(e: E.Expr, limit: float) -> _Peeled:
+    condition, a, b = e.args
+    for keep, kept, fill in ((condition, a, b), (~condition, b, a)):
+        if _is_fill(fill, limit) and not _is_fill(kept, limit):
+            inner = _peel(kept, limit)
+            return _Peeled(inner.value, (*inner.masks, Mask(keep, fill.value)), inner.summed)
+    return _Peeled(e)
+
+
+def _peel_add(e: E.Expr, limit: float) -> _Peeled:
+    left, right = (_peel(a, limit) for a in e.args)
+    if not left.masks and not right.masks:
+        return _Peeled(e)
+    zero = [p.value.is_const and p.value.value == 0 for p in (left, right)]
+    value = right.value if zero[0] else left.value if zero[1] else left.value + right.value
+    summed = left.summed or right.summed or bool(left.masks and right.masks)
+    return _Peeled(value, left.masks + right.masks, summed)
+
+
+def _peel_sub(e: E.Expr, limit: float) -> _Peeled:
+    left = _peel(e.args[0], limit)
+    return _Peeled(left.value - e.args[1], left.masks, left.summed) if left.masks else _Peeled(e)
+
+
+def _peel_scale(e: E.Expr, limit: float) -> _Peeled:
+    """A positive constant factor goes to the terms, as long as the fills stay absorbing."""
+    x, c = e.args if e.args[1].is_const else e.args[::-1] if e.op == "mul" else e.args
+    if not E.is_finite_const(c) or c.value <= 0:
+        return _Peeled(e)
+    inner = _peel(x, limit)
+    factor = c.value if e.op == "mul" else 1.0 / c.value
+    fills = [m.fill * factor for m in inner.masks]
+    if not inner.masks or any(f > limit for f in fills):
+        return _Peeled(e)
+    value = E.call(e.op, inner.value, c)
+    return _Peeled(value, tuple(Mask(m.keep, f) for m, f in zip(inner.masks, fills)), inner.summed)
+
+
+def _peel_maximum(e: E.Expr, limit: float) -> _Peeled:
+    """max(logit, finfo.min): -inf and overflow become finfo.min."""
+    x, c = e.args if e.args[1].is_const else e.args[::-1]
+    if not _is_fill(c, limit):
+        return _Peeled(e)
+    inner = _peel(x, limit)
+    return _Peeled(inner.value, tuple(Mask(m.keep, c.value) for m in inner.masks), False)
+
+
+def _peel_cast(e: E.Expr, limit: float) -> _Peeled:
+    return _peel(e.args[0], limit) if e.args[0].kind is Kind.FLOAT else _Peeled(e)
+
+
+_RULES = {
+    "where": _peel_where,
+    "add": _peel_add,
+    "sub": _peel_sub,
+    "mul": _peel_scale,
+    "div": _peel_scale,
+    "maximum": _peel_maximum,
+    "to_float": _peel_cast,
+}
+
+
+def boolean_selection(e: E.Expr) -> E.Expr:
+    """(1 - float(m)) * c, where(m, 0, c) * x, ...: an expression of one bool and constants as where(m, c1, c0)."""
+    if e.kind is not Kind.FLOAT or e.is_const:
+        return e
+    bools: dict[E.Expr, None] = {}
+    stack = [e]
+    while stack:
+        node = stack.pop()
+        if node.kind is Kind.BOOL and not node.is_const:
+            bools[node] = None
+        elif node.op in ("load", "index", "size", "score"):
+            return e
+        else:
+            stack.extend(node.args)
+    if len(bools) != 1:
+        return e
+    (condition,) = bools
+    yes, no = (E.substitute(e, {condition: E.const(v)}) for v in (True, False))
+    if not (yes.is_const and no.is_const):
+        return e
+    if condition.op == "not_":
+        condition, yes, no = condition.args[0], no, yes
+    return E.call("where", condition, yes, no)

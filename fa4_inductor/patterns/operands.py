@@ -1,0 +1,248 @@
+"""q, k and v as views of captured tensors.
+
+From the contraction's operand the way leads back over views, copies, casts and factors that do not depend on the feature
+index (those move into the score). Every captured tensor passed on that way is a candidate if its subscripts are index
+variables, constants or merges of whole index variables: then a view without data movement gives (B, H, S, D). The best
+candidate leaves the fewest copies (repeat_kv, contiguous, scaling) to be executed; among equals the one nearest to the
+site.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fa4_inductor.capture.fx_view import shape_exprs
+from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.patterns.elements import Elements
+from fa4_inductor.patterns.indices import FloorDiv, Index
+from fa4_inductor.patterns.rules_views import COPIES, VIEW_RULES, broadcast
+from fa4_inductor.spec import expr as E
+
+aten = torch.ops.aten
+Steps = tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class Role:
+    """One dimension of a (B, H, S, D) operand: its subscript in the site's indices and its size."""
+
+    subscript: sympy.Expr
+    size: sympy.Expr
+    optional: bool  # may be missing (broadcast), as batch and heads of k and v
+
+
+@dataclass(frozen=True)
+class BoundOperand:
+    """A captured tensor, the view to (B, H, S, D) with sympy sizes, and the factor taken out of the product."""
+
+    source: Hashable
+    view: Steps
+    dtype: torch.dtype
+    heads: sympy.Expr
+    factors: tuple[E.Expr, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """One node on the way back."""
+
+    node: fx.Node
+    index: Index
+    factors: tuple[E.Expr, ...]
+    copies: int  # copies passed to get here
+    cast: torch.dtype | None  # narrowing cast still to be applied
+
+
+def bind(
+    ev: Elements, node: fx.Node, index: Index, position: sympy.Expr, feature: sympy.Expr, *, key: bool, scaled: bool
+) -> BoundOperand:
+    """Operand `node[index]`, whose sequence index is `position` and whose last index is `feature`.
+
+    Args:
+        key: k or v (heads may be grouped, batch and heads may be missing), not q.
+        scaled: factors independent of `feature` may be taken out (q and k).
+
+    Raises:
+        DeclineSite: UNSUPPORTED_LAYOUT when no captured tensor on the way is a view of the operand.
+    """
+    best: tuple[int, BoundOperand] | None = None
+    stops = list(_way_back(ev, node, index, feature, scaled))
+    total = stops[-1].copies
+    for stop in stops:
+        source = ev.source_of(stop.node)
+        if source is None:
+            continue
+        found = _view_of(ev, stop, position, feature, key)
+        if found is None:
+            continue
+        steps, heads = found
+        if stop.cast is not None:
+            steps = (*steps, ("to", stop.cast))
+        cost = total - stop.copies
+        if best is None or cost < best[0]:
+            dtype = stop.cast or stop.node.meta["val"].dtype
+            best = cost, BoundOperand(source, steps, dtype, heads, stop.factors)
+    if best is None:
+        role = "k or v" if key else "q"
+        raise DeclineSite(DeclineReason.UNSUPPORTED_LAYOUT, f"{role} is not a view of a captured tensor")
+    return best[1]
+
+
+def _way_back(ev: Elements, node: fx.Node, index: Index, feature: sympy.Expr, scaled: bool) -> list[_Stop]:
+    stops = [_Stop(node, index, (), 0, None)]
+    while (following := _step(ev, stops[-1], feature, scaled)) is not None:
+        stops.append(following)
+    return stops
+
+
+def _step(ev: Elements, at: _Stop, feature: sympy.Expr, scaled: bool) -> _Stop | None:
+    node, target = at.node, at.node.target
+    if node.op != "call_function":
+        return None
+    if target in VIEW_RULES:
+        try:
+            source, index = VIEW_RULES[target](ev.space.ranges, node, at.index)
+        except DeclineSite:
+            return None
+        copies = at.copies + (target in COPIES or _repeats(node))
+        return _Stop(source, index, at.factors, copies, at.cast)
+    if target is aten._to_copy.default:
+        return _through_cast(at)
+    if scaled and target in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default):
+        return _through_factor(ev, at, feature)
+    return None
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Does an expand give a dimension of size 1 several elements (which a later reshape would copy)?"""
+    if node.target is not aten.expand.default:
+        return False
+    old, new = shape_exprs(node.args[0].meta["val"]), shape_exprs(node.meta["val"])
+    return any(a == 1 and b != 1 for a, b in zip(old, new[len(new) - len(old) :]))
+
+
+def _through_cast(at: _Stop) -> _Stop | None:
+    source = at.node.args[0]
+    old, new = source.meta["val"].dtype, at.node.meta["val"].dtype
+    if not (old.is_floating_point and new.is_floating_point) or source.meta["val"].device != at.node.meta["val"].device:
+        return None
+    if old.itemsize > new.itemsize:
+        return _Stop(source, at.index, at.factors, at.copies, at.cast or new)
+    # A widening cast is exact, but the product below it is computed in the wide type: keep it.
+    return _Stop(source, at.index, at.factors, at.copies, at.cast or new) if old == new else None
+
+
+def _through_factor(ev: Elements, at: _Stop, feature: sympy.Expr) -> _Stop | None:
+    node = at.node
+    if node.target is aten.neg.default:
+        return _Stop(node.args[0], at.index, (*at.factors, E.const(-1.0)), at.copies + 1, at.cast)
+    divides = node.target in (aten.div.Tensor, aten.div.Scalar)
+    for chain, other in [node.args[:2]] if divides else (node.args[:2], node.args[1::-1]):
+        if not isinstance(chain, fx.Node) or not isinstance(chain.meta["val"], torch.Tensor):
+            continue
+        shape = shape_exprs(chain.meta["val"])
+        if shape != shape_exprs(node.meta["val"]) or chain.meta["val"].dtype != node.meta["val"].dtype:
+            continue
+        if isinstance(other, fx.Node) and isinstance(other.meta["val"], torch.Tensor):
+            at_other = broadcast(at.index, shape_exprs(other.meta["val"]))
+            if any(ev.space.depends(i, feature) for i in at_other):
+                continue
+        try:
+            factor = ev.operand(other, at.index)
+        except DeclineSite:
+            continue
+        if "score" not in factor.free:
+            factor = E.call("div", 1.0, factor) if divides else factor
+            return _Stop(chain, at.index, (*at.factors, factor), at.copies + 1, at.cast)
+    return None
+
+
+def _view_of(
+    ev: Elements, stop: _Stop, position: sympy.Expr, feature: sympy.Expr, key: bool
+) -> tuple[Steps, sympy.Expr] | None:
+    """Steps from the captured tensor to (B, H, S, D), and H."""
+    space = ev.space
+    head, heads = _head_of(ev, stop.index) if key else (space.h, space.heads)
+    length = space.seqlen_k if key else space.seqlen_q
+    roles = [
+        Role(space.b, space.batch, key),
+        Role(head, heads, key),
+        Role(position, length, False),
+        Role(feature, space.ranges.sizes[feature], False),
+    ]
+    shape = shape_exprs(stop.node.meta["val"])
+    steps: list[tuple[Any, ...]] = []
+    order: list[int] = []
+    for dim in range(len(shape) - 1, -1, -1):
+        taken = _match_dim(space.ranges.sizes, stop.index[dim], shape[dim], roles, order)
+        if taken is None:
+            return None
+        pieces, found = taken
+        steps.extend((name, dim, *rest) for name, *rest in pieces)
+        order[:0] = found
+    missing = [i for i in range(4) if i not in order]
+    if any(roles[i].size != 1 and not roles[i].optional for i in missing):
+        if missing != [0] or key:
+            return None
+        steps_tail: list[tuple[Any, ...]] = [("expand", (space.batch, -1, -1, -1))]
+    else:
+        steps_tail = []
+    sizes = [sympy.Integer(1) if i in missing else roles[i].size for i in range(4)]
+    arranged = sorted(range(len(order)), key=lambda p: order[p])
+    if arranged != list(range(len(order))):
+        steps.append(("permute", tuple(arranged)))
+    steps.extend(("unsqueeze", i) for i in missing)
+    return tuple(steps + steps_tail), sizes[1]
+
+
+def _head_of(ev: Elements, index: Index) -> tuple[sympy.Expr, sympy.Expr]:
+    """Which head of k or v query head h reads: h, or h // group."""
+    space = ev.space
+    groups = [a for e in index for a in e.atoms(FloorDiv) if a.args[0] == space.h]
+    for group in groups:
+        quotient = sympy.cancel(space.heads / group.args[1])
+        return group, quotient
+    if any(space.h in e.free_symbols for e in index):
+        return space.h, space.heads
+    return sympy.Integer(0), sympy.Integer(1)
+
+
+def _match_dim(
+    sizes: dict[sympy.Symbol, sympy.Expr], e: sympy.Expr, size: sympy.Expr, roles: list[Role], used: list[int]
+) -> tuple[list[tuple[Any, ...]], list[int]] | None:
+    """How one dimension is cut into roles: (steps without their dim, roles in order), or None."""
+    if e.is_Integer:
+        return ([("select", int(e))], []) if e >= 0 else None
+    free = [i for i in range(4) if i not in used and not roles[i].subscript.is_Integer]
+    for count in (1, 2, 3):
+        for chosen in itertools.permutations(free, count):
+            merged, total = sympy.Integer(0), sympy.Integer(1)
+            for i in chosen:
+                merged = merged * roles[i].size + roles[i].subscript
+                total = total * roles[i].size
+            offset = sympy.expand(e - merged)
+            if not offset.is_Integer or offset < 0:
+                continue
+            steps: list[tuple[Any, ...]] = []
+            if total != size:
+                if not _fits(total, offset, size):
+                    continue
+                steps.append(("narrow", int(offset), total))
+            elif offset != 0:
+                continue
+            if count > 1:
+                steps.append(("unflatten", tuple(roles[i].size for i in chosen)))
+            return steps, list(chosen)
+    return None
+
+
+def _fits(total: sympy.Expr, offset: sympy.Expr, size: sympy.Expr) -> bool:
+    room = sympy.expand(size - total - offset)
+    return bool(room.is_nonnegative) or all(t.is_nonnegative for t in sympy.Add.make_args(room))

@@ -1,0 +1,244 @@
+"""Pointwise rules: ATen op -> spec expression of the operands' elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.patterns.indices import Index
+from fa4_inductor.patterns.rules_views import argument
+from fa4_inductor.spec import expr as E
+from fa4_inductor.spec.ops import Kind
+
+if TYPE_CHECKING:
+    from fa4_inductor.patterns.elements import Elements
+
+aten = torch.ops.aten
+Rule = Callable[["Elements", fx.Node, Index], E.Expr]
+Operand = E.Expr | int | float | bool
+
+
+def kind_of(dtype: torch.dtype) -> Kind:
+    if dtype is torch.bool:
+        return Kind.BOOL
+    if dtype.is_complex:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_DTYPE, f"{dtype} in a score or mask")
+    return Kind.FLOAT if dtype.is_floating_point else Kind.INT
+
+
+def round_to(value: float, dtype: torch.dtype) -> float:
+    """A float constant as `dtype` holds it: beyond its range it becomes infinite."""
+    if not dtype.is_floating_point or dtype is torch.float64 or not math.isfinite(value):
+        return value
+    return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype).item())
+
+
+def constant(value: Any, dtype: torch.dtype) -> E.Expr:
+    """A Python number as an element of a tensor of `dtype`."""
+    kind = kind_of(dtype)
+    if kind is Kind.FLOAT:
+        return E.const(round_to(float(value), dtype))
+    return E.const(bool(value)) if kind is Kind.BOOL else E.const(int(value))
+
+
+def _plain(name: str) -> Rule:
+    """An op of the spec's table, applied to all positional arguments."""
+
+    def rule(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+        return E.call(name, *(ev.operand(a, index) for a in node.args))
+
+    return rule
+
+
+def _add(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    return _scaled_sum(ev, node, index, "add")
+
+
+def _sub(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    return _scaled_sum(ev, node, index, "sub")
+
+
+def _scaled_sum(ev: Elements, node: fx.Node, index: Index, name: str) -> E.Expr:
+    left, right = (ev.operand(a, index) for a in node.args[:2])
+    alpha = argument(node, 2, "alpha", 1)
+    if alpha != 1:
+        right = E.call("mul", right, ev.operand(alpha, index))
+    return E.call(name, left, right)
+
+
+def _rsub(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    left, right = (ev.operand(a, index) for a in node.args[:2])
+    if argument(node, 2, "alpha", 1) != 1:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "rsub with alpha")
+    return E.call("sub", right, left)
+
+
+def _div_mode(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    left, right = (ev.operand(a, index) for a in node.args[:2])
+    mode = node.kwargs.get("rounding_mode")
+    integers = left.kind is not Kind.FLOAT and right.kind is not Kind.FLOAT
+    if mode is None:
+        return E.call("div", left, right)
+    if mode == "floor":
+        return E.call("floordiv", left, right) if integers else E.call("floor", E.call("div", left, right))
+    if integers:
+        quotient = E.call("floordiv", E.call("abs", left), E.call("abs", right))
+        same_sign = E.call("eq", E.call("lt", left, 0), E.call("lt", right, 0))
+        return E.call("where", same_sign, quotient, -quotient)
+    return E.call("trunc", E.call("div", left, right))
+
+
+def _floor_divide(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    left, right = (ev.operand(a, index) for a in node.args[:2])
+    if left.kind is not Kind.FLOAT and right.kind is not Kind.FLOAT:
+        return E.call("floordiv", left, right)
+    return E.call("floor", E.call("div", left, right))
+
+
+def _pow(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    base, exponent = (ev.operand(a, index) for a in node.args[:2])
+    if exponent.is_const and exponent.value == 2:
+        return base * base
+    if base.kind is not Kind.FLOAT and exponent.kind is not Kind.FLOAT:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "integer power")
+    return E.call("pow", base, exponent)
+
+
+def _clamp(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    value = ev.operand(node.args[0], index)
+    for position, name, op in ((1, "min", "maximum"), (2, "max", "minimum")):
+        limit = node.args[position] if len(node.args) > position else node.kwargs.get(name)
+        if limit is not None:
+            value = E.call(op, value, ev.operand(limit, index))
+    return value
+
+
+def _clamp_min(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    return E.call("maximum", ev.operand(node.args[0], index), ev.operand(node.args[1], index))
+
+
+def _clamp_max(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    return E.call("minimum", ev.operand(node.args[0], index), ev.operand(node.args[1], index))
+
+
+def _relu(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    return E.call("maximum", ev.operand(node.args[0], index), 0)
+
+
+def _where(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    condition = E.cast(ev.operand(node.args[0], index), Kind.BOOL)
+    condition = ev.space.simplify(condition)
+    if condition.is_const:
+        return ev.operand(node.args[1 if condition.value else 2], index)
+    return E.call("where", condition, *(ev.operand(a, index) for a in node.args[1:3]))
+
+
+def _logical(name: str) -> Rule:
+    def rule(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+        return E.call(name, *(E.cast(ev.operand(a, index), Kind.BOOL) for a in node.args))
+
+    return rule
+
+
+def _bitwise(name: str) -> Rule:
+    """Bitwise ops on bools are logical ones; on integers they have no place in a mask."""
+
+    def rule(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+        operands = [ev.operand(a, index) for a in node.args]
+        if any(x.kind is not Kind.BOOL for x in operands):
+            raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"{node.target} on integers")
+        return E.call(name, *operands)
+
+    return rule
+
+
+def _is(test: Callable[[E.Expr], E.Expr]) -> Rule:
+    return lambda ev, node, index: test(ev.operand(node.args[0], index))
+
+
+def _cast(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    """_to_copy: rounding of floats is not part of the meaning, the range of the new type and truncation to int are."""
+    source, dtype = node.args[0], node.meta["val"].dtype
+    value = ev.value(source, index)
+    old = source.meta["val"].dtype
+    if dtype.is_floating_point and old.is_floating_point:
+        return ev.narrow(node, index, value) if narrows(old, dtype) else value
+    if not dtype.is_floating_point and dtype not in (torch.bool, torch.int32, torch.int64) and old is not torch.bool:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"cast to {dtype}")
+    return E.cast(value, kind_of(dtype))
+
+
+def narrows(old: torch.dtype, new: torch.dtype) -> bool:
+    """Can a finite value of `old` leave the range of `new`?"""
+    return torch.finfo(new).max < torch.finfo(old).max
+
+
+def _full(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    position = {"scalar_tensor": 0, "new_full": 2}.get(node.target._opname, 1)
+    return ev.fill(argument(node, position, "fill_value", node.args[0]), node)
+
+
+def _filled(value: int) -> Rule:
+    return lambda ev, node, index: constant(value, node.meta["val"].dtype)
+
+
+_UNARY = (
+    ["neg", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin", "cos", "floor", "ceil", "trunc", "round"]
+)  # the same name in ATen and in the spec
+_BINARY = {
+    "mul": "mul", "div": "div", "maximum": "maximum", "minimum": "minimum", "remainder": "mod", "eq": "eq", "ne": "ne",
+    "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
+}  # fmt: skip
+
+
+def _table() -> dict[Any, Rule]:
+    rules: dict[Any, Rule] = {getattr(aten, n).default: _plain(n) for n in _UNARY}
+    for name, spec_name in _BINARY.items():
+        packet = getattr(aten, name)
+        rules |= {getattr(packet, o): _plain(spec_name) for o in packet.overloads() if o in ("Tensor", "Scalar", "default")}
+    for name in ("and", "or", "xor", "not"):
+        op = f"{name}_" if name != "xor" else name
+        rules[getattr(aten, f"logical_{name}").default] = _logical(op)
+        bitwise = getattr(aten, f"bitwise_{name}")
+        rules |= {getattr(bitwise, o): _bitwise(op) for o in bitwise.overloads() if o in ("Tensor", "Scalar", "default")}
+    for name in ("full", "full_like", "new_full", "scalar_tensor"):
+        rules[getattr(aten, name).default] = _full
+    for name, value in (("zeros", 0), ("ones", 1)):
+        for form in (name, f"{name}_like", f"new_{name}"):
+            rules[getattr(aten, form).default] = _filled(value)
+    return rules
+
+
+POINTWISE_RULES: dict[Any, Rule] = _table() | {
+    aten.add.Tensor: _add,
+    aten.add.Scalar: _add,
+    aten.sub.Tensor: _sub,
+    aten.sub.Scalar: _sub,
+    aten.rsub.Scalar: _rsub,
+    aten.rsub.Tensor: _rsub,
+    aten.div.Tensor_mode: _div_mode,
+    aten.div.Scalar_mode: _div_mode,
+    aten.floor_divide.default: _floor_divide,
+    aten.pow.Tensor_Scalar: _pow,
+    aten.pow.Tensor_Tensor: _pow,
+    aten.pow.Scalar: _pow,
+    aten.clamp.default: _clamp,
+    aten.clamp.Tensor: _clamp,
+    aten.clamp_min.default: _clamp_min,
+    aten.clamp_max.default: _clamp_max,
+    aten.relu.default: _relu,
+    aten.where.self: _where,
+    aten._to_copy.default: _cast,
+    aten.copy.default: lambda ev, node, index: ev.operand(node.args[1], index),
+    aten.reciprocal.default: _is(lambda x: E.call("div", 1.0, x)),
+    aten.isneginf.default: _is(lambda x: E.call("eq", x, -math.inf)),
+    aten.isnan.default: _is(lambda x: E.call("ne", x, x)),
+    aten.log1p.default: _is(lambda x: E.call("log", x + 1.0)),
+    aten.expm1.default: _is(lambda x: E.call("exp", x) - 1.0),
+    aten.sign.default: _is(lambda x: E.cast(E.call("gt", x, 0), Kind.INT) - E.cast(E.call("lt", x, 0), Kind.INT)),
+}
