@@ -7,6 +7,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fa4_inductor.kernels.cute import fragment, ops
 from fa4_inductor.kernels.cute.producer import advance
+from fa4_inductor.kernels.cute.redo import shift_failed
 from fa4_inductor.kernels.cute.softmax import Softmax
 from fa4_inductor.kernels.cute.static import TraceObject
 from fa4_inductor.kernels.cute.tiles import key_tiles
@@ -91,7 +92,11 @@ class Consumer(TraceObject):
         fragment.convert_to_half(self.s, self.p)
 
     def step(self, at, n: Int32, index: Int32, phase: Int32, mask: bool) -> tuple:
-        """S of key tile n overlapped with PV of the tile before it (slot `index`); returns the slot of tile n."""
+        """S of key tile n overlapped with PV of the tile before it (slot `index`); returns the slot of tile n.
+
+        Without mask and with the optimistic maximum the shift stays as it is (see redo.py).
+        """
+        fixed_shift = self.fwd.optimistic and not mask
         bars = self.bars
         v_index, v_phase = index, phase
         index, phase = advance(index, phase, self.fwd.config.num_stages)
@@ -104,12 +109,13 @@ class Consumer(TraceObject):
         warpgroup.wait_group(1)
         self.release(bars.k_empty + index)
         self.scores(n, at, mask)
-        grew = self.softmax.shift(self.s)
+        grew = Boolean(False) if fixed_shift else self.softmax.shift(self.s)
         self.softmax.exponentiate(self.s)
         warpgroup.wait_group(0)
         self.release(bars.v_empty + v_index)
         fragment.convert_to_half(self.s, self.p)
-        self.softmax.rescale(grew, self.o)
+        if not fixed_shift:
+            self.softmax.rescale(grew, self.o)
         return index, phase
 
     def last(self, index: Int32, phase: Int32) -> tuple:
@@ -145,26 +151,44 @@ class TileCoordinates(TraceObject):
 
 
 @cute.jit
-def consume(consumer: cutlass.Constexpr, grid: cutlass.Constexpr, store: cutlass.Constexpr):
-    """Main loop of a consumer warpgroup over the tiles of this CTA."""
+def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, grid: cutlass.Constexpr, store: cutlass.Constexpr):
+    """Main loop of a consumer warpgroup, over the same rounds as the producer."""
     fwd, ctx = consumer.fwd, consumer.ctx
     consumer.order_init()
-    tile = grid.first
     index, phase, q_phase = Int32(0), Int32(0), Int32(0)
-    while tile < grid.num_tiles:
-        m_tile, h, b = grid.decode(tile)
-        q_lo = m_tile * fwd.config.tile_m
-        q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
-        keys = key_tiles(fwd.program, ctx, b, h, q_lo, q_hi, fwd.config.tile_n, False)
-        at = TileCoordinates(fwd, ctx, m_tile, h, b, consumer.wg, consumer.lane)
-        consumer.softmax.reset()
-        consumer.o.fill(0.0)
-        cute.arch.mbarrier_wait(consumer.bars.q_full, q_phase)
-        q_phase = q_phase ^ 1
-        if keys.count > 0:
-            index, phase = consumer.tile(at, keys, index, phase)
-        if cutlass.const_expr(not fwd.output_aliases_q):
-            consumer.release(consumer.bars.q_empty)
-        store(consumer, at)
-        tile += grid.stride
+    step, limit = Int32(0), grid.rounds
+    while step < limit:
+        again = step >= grid.rounds
+        round_ = step
+        todo = Boolean(True)
+        if cutlass.const_expr(redo.enabled):
+            round_ = ops.select(again, step - grid.rounds, step)
+            todo = redo.marked(round_) | (step < grid.rounds)
+        tile = grid.tile(round_)
+        if (tile < grid.num_tiles) & todo:
+            m_tile, h, b = grid.decode(tile)
+            q_lo = m_tile * fwd.config.tile_m
+            q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
+            keys = key_tiles(fwd.program, ctx, b, h, q_lo, q_hi, fwd.config.tile_n, again)
+            at = TileCoordinates(fwd, ctx, m_tile, h, b, consumer.wg, consumer.lane)
+            consumer.softmax.reset()
+            consumer.o.fill(0.0)
+            cute.arch.mbarrier_wait(consumer.bars.q_full, q_phase)
+            q_phase = q_phase ^ 1
+            if keys.count > 0:
+                index, phase = consumer.tile(at, keys, index, phase)
+            if cutlass.const_expr(not fwd.output_aliases_q):
+                consumer.release(consumer.bars.q_empty)
+            consumer.softmax.reduce_sums()
+            if cutlass.const_expr(redo.enabled):
+                if keys.count > keys.num_masked:
+                    sums = [consumer.softmax.row_sum[r] for r in range(fragment.ROWS)]
+                    redo.mark(round_, shift_failed(sums, at.q_rows, ctx.seqlen_q, consumer.o), consumer.lane)
+            store(consumer, at)
+        step += 1
+        if cutlass.const_expr(redo.enabled):
+            if step == grid.rounds:
+                consumer.release(redo.bar)
+                if redo.wait():
+                    limit = 2 * grid.rounds
     store.drain(consumer)

@@ -19,6 +19,7 @@ from fa4_inductor.kernels.cute.consumer import Consumer, consume
 from fa4_inductor.kernels.cute.epilogue import OutputStore
 from fa4_inductor.kernels.cute.producer import Barriers, RingLoad, produce
 from fa4_inductor.kernels.cute.program import Program, ProgramContext
+from fa4_inductor.kernels.cute.redo import MAX_ROUNDS, REDO_WORDS, RedoList
 from fa4_inductor.kernels.cute.static import TraceObject
 from fa4_inductor.kernels.cute.tiles import decode_tile
 
@@ -40,14 +41,22 @@ def _transposed(tensor: cute.Tensor) -> cute.Tensor:
 
 
 class Grid(TraceObject):
-    """The tiles of one CTA: first, first + stride, ... below num_tiles."""
+    """The tiles of one CTA: in round i it takes one of the tiles [i * width, (i + 1) * width), width being the grid size.
+
+    Odd rounds are mirrored, so that with tiles sorted by length no CTA always gets the longer ones.
+    """
 
     def __init__(self, fwd, num_m, num_heads, num_bh, section):
         self.num_m, self.num_heads, self.num_bh, self.section = num_m, num_heads, num_bh, section
         self.longest_first = fwd.config.longest_first
-        self.first, _, _ = cute.arch.block_idx()
-        self.stride, _, _ = cute.arch.grid_dim()
+        self.cta, _, _ = cute.arch.block_idx()
+        self.width, _, _ = cute.arch.grid_dim()
         self.num_tiles = num_m * num_bh
+        self.rounds = (self.num_tiles + self.width - 1) // self.width
+
+    def tile(self, i: Int32) -> Int32:
+        """Tile number of round i; at least num_tiles where the last round has none for this CTA."""
+        return i * self.width + ops.select(i % 2 == 1, self.width - 1 - self.cta, self.cta)
 
     def decode(self, tile):
         return decode_tile(tile, self.num_m, self.num_heads, self.num_bh, self.section, self.longest_first)
@@ -99,6 +108,8 @@ class FwdSm90:
         if room < 0 or (self.output_aliases_q and self.tile_dv > self.tile_d):
             raise ValueError(f"{config} needs more shared memory than an SM has at head dims {head_dim}, {head_dim_v}")
         self.threads = 128 * (config.num_consumers + 1)
+        # fp16 P has 5 exponent bits, too few for a shift far from the maximum
+        self.optimistic = config.optimistic_max and dtype is cutlass.BFloat16
 
     def tiled_mma(self) -> tuple:
         """wgmma of one warpgroup for Q K^T (both from shared memory) and for P V (P from registers)."""
@@ -144,6 +155,8 @@ class FwdSm90:
             "q_bars": cute.struct.MemRange[cutlass.Int64, 2],
             "k_bars": bars,
             "v_bars": bars,
+            "verdict": cute.struct.MemRange[cutlass.Int64, 1],
+            "redo": cute.struct.MemRange[cutlass.Int32, REDO_WORDS],
             "q": buffer(cute.cosize(layouts.q)),
             "k": buffer(cute.cosize(layouts.k)),
             "v": buffer(cute.cosize(layouts.v)),
@@ -188,6 +201,7 @@ class FwdSm90:
         grid = num_tiles
         if cutlass.const_expr(self.config.persistent):
             grid = ops.imin(num_tiles, Int32(self.num_sms * self.config.cta_per_sm))
+            grid = ops.imax(grid, (num_tiles + MAX_ROUNDS - 1) // MAX_ROUNDS)
         self.kernel(
             tma_q.atom,
             tma_q.tma_tensor,
@@ -240,9 +254,12 @@ class FwdSm90:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.utils.SmemAllocator().allocate(self.storage(self.layouts()))
         bars = Barriers(storage, config.num_stages)
+        redo = RedoList(storage, self.optimistic)
         if warp == 0:
+            redo.clear()
             with cute.arch.elect_one():
                 bars.initialize(4 * config.num_consumers)
+                redo.initialize(4 * config.num_consumers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         smem = self._smem_tensors(storage)
@@ -252,13 +269,13 @@ class FwdSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
-                produce(self, ctx, bars, grid, Tma(self, smem, (atom_q, m_q), (atom_k, m_k), (atom_v, m_v)))
+                produce(self, ctx, bars, redo, grid, Tma(self, smem, (atom_q, m_q), (atom_k, m_k), (atom_v, m_v)))
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             tidx, _, _ = cute.arch.thread_idx()
             wg = cute.arch.make_warp_uniform(tidx // 128 - 1)
             consumer = Consumer(self, ctx, bars, smem, softmax_scale, wg, tidx % 128)
-            consume(consumer, grid, OutputStore(atom_o, m_o, smem.o[None, None, wg], lse, v_mean))
+            consume(consumer, redo, grid, OutputStore(atom_o, m_o, smem.o[None, None, wg], lse, v_mean))
 
     def _smem_tensors(self, storage) -> SimpleNamespace:
         layouts = self.layouts()

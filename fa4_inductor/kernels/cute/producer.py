@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from fa4_inductor.kernels.cute import ops
@@ -80,23 +80,42 @@ def load_keys(
 
 @cute.jit
 def produce(
-    fwd: cutlass.Constexpr, ctx: cutlass.Constexpr, bars: cutlass.Constexpr, grid: cutlass.Constexpr, tma: cutlass.Constexpr
+    fwd: cutlass.Constexpr,
+    ctx: cutlass.Constexpr,
+    bars: cutlass.Constexpr,
+    redo: cutlass.Constexpr,
+    grid: cutlass.Constexpr,
+    tma: cutlass.Constexpr,
 ):
-    """Main loop of the producer warp over the tiles of this CTA. Q is loaded even where no key is visited, so that the
-    consumers, who may write O over Q, stay in step."""
-    tile = grid.first
+    """Main loop of the producer warp over the rounds of this CTA, and again over the rounds marked for redoing.
+
+    Q is loaded even where no key is visited, so that the consumers, who may write O over Q, stay in step.
+    """
     slabs = cutlass.const_expr(fwd.config.num_consumers)
     index, phase, q_phase = Int32(0), Int32(0), Int32(0)
-    while tile < grid.num_tiles:
-        m_tile, h, b = grid.decode(tile)
-        q_lo = m_tile * fwd.config.tile_m
-        q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
-        keys = key_tiles(fwd.program, ctx, b, h, q_lo, q_hi, fwd.config.tile_n, False)
-        load_q, load_k, load_v = tma.loads(h, b)
-        _acquire(bars.q_full, bars.q_empty, q_phase, fwd.q_bytes)
-        for w in cutlass.range_constexpr(slabs):
-            load_q(m_tile * slabs + w, w, bars.q_full)
-        q_phase = q_phase ^ 1
-        if keys.count > 0:
-            index, phase = load_keys(fwd, bars, load_k, load_v, keys, index, phase)
-        tile += grid.stride
+    step, limit = Int32(0), grid.rounds
+    while step < limit:
+        again = step >= grid.rounds
+        round_ = step
+        todo = Boolean(True)
+        if cutlass.const_expr(redo.enabled):
+            round_ = ops.select(again, step - grid.rounds, step)
+            todo = redo.marked(round_) | (step < grid.rounds)
+        tile = grid.tile(round_)
+        if (tile < grid.num_tiles) & todo:
+            m_tile, h, b = grid.decode(tile)
+            q_lo = m_tile * fwd.config.tile_m
+            q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
+            keys = key_tiles(fwd.program, ctx, b, h, q_lo, q_hi, fwd.config.tile_n, again)
+            load_q, load_k, load_v = tma.loads(h, b)
+            _acquire(bars.q_full, bars.q_empty, q_phase, fwd.q_bytes)
+            for w in cutlass.range_constexpr(slabs):
+                load_q(m_tile * slabs + w, w, bars.q_full)
+            q_phase = q_phase ^ 1
+            if keys.count > 0:
+                index, phase = load_keys(fwd, bars, load_k, load_v, keys, index, phase)
+        step += 1
+        if cutlass.const_expr(redo.enabled):
+            if step == grid.rounds:
+                if redo.wait():
+                    limit = 2 * grid.rounds

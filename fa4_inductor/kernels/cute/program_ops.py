@@ -1,4 +1,5 @@
-"""What emitted score programs need beyond `ops`: integer division, conversions, and functions with torch's corner cases.
+"""What emitted score programs need beyond `ops`: integer division, conversions, and functions with torch's corner
+cases.
 
 Like `ops`, everything runs at trace time on DSL scalars. "fast" forms use the special function unit and are meant for
 logits; the exact forms are for comparisons, truncations and indices, where the last bit decides.
@@ -33,6 +34,17 @@ def minimum(a: Float32, b: Float32) -> Float32:
 def maximum(a: Float32, b: Float32) -> Float32:
     """max(a, b), NaN if either is NaN."""
     return Float32(_asm(T.f32(), "=f", "max.NaN.f32 $0, $1, $2;", Float32(a), Float32(b), constraints="f,f"))
+
+
+def mul_rz(a: Float32, b: Float32) -> Float32:
+    """a * b rounded toward zero: overflow gives the largest finite number, and only inf gives inf."""
+    return Float32(_asm(T.f32(), "=f", "mul.rz.f32 $0, $1, $2;", Float32(a), Float32(b), constraints="f,f"))
+
+
+def fma_rz(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a * b + c rounded toward zero once, with the overflow rule of `mul_rz`."""
+    args = (Float32(a), Float32(b), Float32(c))
+    return Float32(_asm(T.f32(), "=f", "fma.rz.f32 $0, $1, $2, $3;", *args, constraints="f,f,f"))
 
 
 def truncate(x: Float32) -> Int32:

@@ -117,15 +117,19 @@ class Softmax(TraceObject):
             for i in cutlass.range_constexpr(cute.size(o)):
                 o[i] = o[i] * self.factor[fragment.row_of(i)]
 
+    def reduce_sums(self) -> None:
+        """row_sum <- sum over the quad that shares the row."""
+        for r in range(fragment.ROWS):
+            self.row_sum[r] = ops.quad_sum(self.row_sum[r])
+
     def finish(self, ctx: ProgramContext, b, h, q_rows: tuple) -> tuple[list, list, list]:
-        """Per row: the multiplier that normalises O, the natural-log LSE, and whether the row is empty. Reduces row_sum over the quad.
+        """Per row: the multiplier that normalises O, the natural-log LSE, and whether the row is empty; after `reduce_sums`.
 
         An empty row gets multiplier 0 and LSE -inf; with a sink, the sink's LSE.
         """
         scales, lses, empties = [], [], []
         for r in range(fragment.ROWS):
-            total = ops.quad_sum(self.row_sum[r])
-            self.row_sum[r] = total
+            total = self.row_sum[r]
             top = self.finite(self.row_max[r]) * self.unit
             scale = Float32(1.0)
             if self.program.has_sink:

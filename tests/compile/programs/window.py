@@ -5,7 +5,7 @@ MASKED = True
 BOUND_LOG2 = None
 HAS_SINK = False
 EMPTY_ROW = "nan"
-MAY_BE_EMPTY = False
+MAY_BE_EMPTY = True
 NUM_SIZES = 1
 
 
