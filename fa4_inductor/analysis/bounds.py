@@ -15,7 +15,7 @@ from fa4_inductor.spec.ops import Kind
 Range = tuple[float, float]
 _ANY: Range = (-math.inf, math.inf)
 _NATURAL: Range = (0.0, math.inf)
-_FLOAT_MAX = 3.4028234663852886e38
+FLOAT_MAX = 3.4028234663852886e38
 
 
 def value_range(root: Expr) -> Range:
@@ -46,7 +46,7 @@ def _range(node: Expr, args: list[Range]) -> Range:
     if any(math.isnan(x) for x in result):
         return _ANY
     # Arithmetic is fp32: what is beyond its range becomes infinite.
-    low, high = (math.copysign(math.inf, x) if abs(x) > _FLOAT_MAX else x for x in result)
+    low, high = (math.copysign(math.inf, x) if abs(x) > FLOAT_MAX else x for x in result)
     return low, high
 
 

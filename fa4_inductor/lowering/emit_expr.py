@@ -34,6 +34,7 @@ _CALLS = {
     ("round", Kind.FLOAT): "pops.round_even", ("sqrt", Kind.FLOAT): "pops.sqrt", ("rsqrt", Kind.FLOAT): "pops.rsqrt",
     ("sin", Kind.FLOAT): "cute.math.sin", ("cos", Kind.FLOAT): "cute.math.cos", ("erf", Kind.FLOAT): "cute.math.erf",
     ("pow", Kind.FLOAT): "cute.math.pow", ("fma", Kind.FLOAT): "ops.fma",
+    ("fma_rz", Kind.FLOAT): "pops.fma_rz", ("mul_rz", Kind.FLOAT): "pops.mul_rz",
 }  # fmt: skip
 _FAST = {
     "div": "pops.fast_divide", "exp": "pops.exp", "exp2": "ops.exp2", "log": "pops.log", "log2": "ops.log2",
@@ -43,7 +44,9 @@ _EXACT = {
     "div": "pops.divide", "exp": "cute.math.exp", "exp2": "cute.math.exp2", "log": "cute.math.log",
     "log2": "cute.math.log2", "tanh": "cute.math.tanh", "sigmoid": "pops.exact_sigmoid",
 }  # fmt: skip
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "and_": "&", "or_": "|", "xor": "^"} | {o: OPS[o].symbol for o in _COMPARE}
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "and_": "&", "or_": "|", "xor": "^"} | {
+    o: OPS[o].symbol for o in _COMPARE
+}
 
 
 def aux_length(slot: int, dim: int) -> Expr:
@@ -66,7 +69,7 @@ def clamp_loads(root: Expr) -> Expr:
 
 
 def group_by_stage(root: Expr) -> Expr:
-    """`root` with integer sums over q_idx and kv_idx written as (key part) + (row part), so that one addition is left."""
+    """`root` with integer sums over q_idx and kv_idx as (key part) + (row part), so that one addition is left."""
     done: dict[Expr, Expr] = {}
     for node in walk(root):
         args = tuple(done[a] for a in node.args)
@@ -96,7 +99,8 @@ def _clamped(index: Expr, length: Expr) -> Expr:
 
 
 def exact_nodes(score_roots: Iterable[Expr], exact_roots: Iterable[Expr]) -> frozenset[Expr]:
-    """Nodes that something discrete depends on: all below `exact_roots`, and below comparisons and indices elsewhere."""
+    """Nodes that something discrete depends on: all below `exact_roots`, and below comparisons and indices
+    elsewhere."""
     exact: set[Expr] = set()
     for root in exact_roots:
         exact.update(walk(root))
@@ -186,7 +190,12 @@ class Writer:
         """a*b + c in one instruction, if the product is used nowhere else."""
         for product, other in ((0, 1), (1, 0)):
             factor = node.args[product]
-            if factor.op != "mul" or uses[factor] > 1 or factor not in self.text or not self.text[factor].startswith("("):
+            if (
+                factor.op != "mul"
+                or uses[factor] > 1
+                or factor not in self.text
+                or not self.text[factor].startswith("(")
+            ):
                 continue
             a, b = (self.text[x] for x in factor.args)
             c = self.text[node.args[other]]

@@ -1,16 +1,19 @@
 """The score in base-2 units, arranged so that few instructions are left per element.
 
-Three rewrites, all of which keep the value up to fp32 rounding:
+Four rewrites, all of which keep the value up to fp32 rounding:
 - log2(e) is multiplied into constants, and into the factor that changes least often;
 - float(kv_idx - q_idx) becomes float(kv_idx) - float(q_idx): exact below 2^24, and conversions run at an eighth of the
   rate of additions;
 - slope * (column - row) becomes slope * column + (-slope * row), one fused multiply-add per element. The fused form
   rounds once, at the size of the result, and the rounding of the row's part is the same for all keys of a row, to
-  which softmax is blind.
+  which softmax is blind;
+- values that may be as large as a finfo.min fill are multiplied by log2(e) rounding toward zero, which saturates: what
+  was finite stays finite, so that a row of nothing but such fills stays uniform.
 """
 
 from __future__ import annotations
 
+from fa4_inductor.analysis.bounds import FLOAT_MAX, value_range
 from fa4_inductor.analysis.parts import Stage, stage, terms, total
 from fa4_inductor.lowering.emit_expr import LOG2_E
 from fa4_inductor.spec.expr import Expr, call, cast, const, walk
@@ -23,13 +26,18 @@ _SPLIT = frozenset({"add", "sub", "neg", "abs", "minimum", "maximum"})
 def log2_score(score: Expr) -> Expr:
     """`score * log2(e)`. Score terms come last in the sum, so that they meet the rest in one fused multiply-add."""
     parts = [_spread(t) for t in terms(scaled(float_distances(simplify(score)), LOG2_E))]
-    return total(sorted(parts, key=lambda t: ("score" in t.free, stage(t))))
+    saturating = [t for t in parts if t.op == "mul_rz" and stage(t) is Stage.ELEMENT]
+    result = total(sorted((t for t in parts if t not in saturating), key=lambda t: ("score" in t.free, stage(t))))
+    for term in saturating:
+        result = Expr("fma_rz", Kind.FLOAT, (*term.args, result))
+    return result
 
 
 def scaled(e: Expr, factor: float) -> Expr:
     """`e * factor`, with the factor moved towards constants and rarely changing operands."""
     if e.is_const:
-        return const(e.value * factor)
+        finite = abs(e.value) <= FLOAT_MAX
+        return const(min(max(e.value * factor, -FLOAT_MAX), FLOAT_MAX) if finite else e.value * factor)
     if e.op in ("add", "sub"):
         return call(e.op, scaled(e.args[0], factor), scaled(e.args[1], factor))
     if e.op == "neg":
@@ -38,12 +46,12 @@ def scaled(e: Expr, factor: float) -> Expr:
         return call("where", e.args[0], scaled(e.args[1], factor), scaled(e.args[2], factor))
     if e.op == "mul":
         cheap, other = sorted(e.args, key=lambda a: (stage(a), not a.is_const))
-        return scaled(cheap, factor) * other if not (cheap.op == "score") else e * factor
+        return scaled(cheap, factor) * other
     if e.op == "div":
-        if e.args[1].is_const and e.args[1].value != 0:
-            return scaled(e.args[0], factor / e.args[1].value)
         return scaled(e.args[0], factor) / e.args[1]
-    return e * factor
+    if e.op == "score" or max(map(abs, value_range(e))) * factor <= FLOAT_MAX:
+        return e * factor
+    return Expr("mul_rz", Kind.FLOAT, (e, const(factor)))
 
 
 def float_distances(root: Expr) -> Expr:

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from fa4_inductor.analysis import facts
 from fa4_inductor.lowering.emit_program import emit_program, write_program
 from fa4_inductor.spec import AttentionSpec, parse_spec, verify
@@ -23,14 +25,19 @@ def spec_of(
 
 
 # Together they use every op of spec/ops.py, in logits (fast forms) and below comparisons (exact forms).
-_UNARY = "exp(score) + exp2(score) + log(score) + log2(score) + sqrt(score) + rsqrt(score) + tanh(score) + sigmoid(score)"
-_UNARY += " + erf(score) + sin(score) + cos(score) + floor(score) + ceil(score) + trunc(score) + round(score) + abs(score)"
+_UNARY = (
+    "exp(score) + exp2(score) + log(score) + log2(score) + sqrt(score) + rsqrt(score) + tanh(score) + sigmoid(score)"
+)
+_UNARY += (
+    " + erf(score) + sin(score) + cos(score) + floor(score) + ceil(score) + trunc(score) + round(score) + abs(score)"
+)
 _LOAD = "aux0[h, kv_idx]"
 OPS_PROGRAMS: dict[str, AttentionSpec] = {
     "fast": spec_of(_UNARY + " - score / (score + 2.0) + pow(score, 1.5) + score % 0.7"),
     "exact": spec_of(f"float(({_UNARY} - score / (score + 2.0)) % 0.7 > 0.25)"),
     "float select": spec_of(
-        f"where({_LOAD} < score, minimum(score, {_LOAD}), maximum(-score, {_LOAD})) + float(score != 0.5)", aux="float32[2]"
+        f"where({_LOAD} < score, minimum(score, {_LOAD}), maximum(-score, {_LOAD})) + float(score != 0.5)",
+        aux="float32[2]",
     ),
     "integers": spec_of(
         "score + float(minimum(q_idx // 3, kv_idx % 5) * abs(q_idx - kv_idx) - maximum(b, h) + int(score * 4.0))"
@@ -55,6 +62,21 @@ OPS_PROGRAMS: dict[str, AttentionSpec] = {
 }  # fmt: skip
 
 
+def tensors_for(spec: AttentionSpec) -> list[torch.Tensor]:
+    """Random aux tensors, every dimension 7 long."""
+    g = torch.Generator().manual_seed(1)
+    out = []
+    for aux in spec.aux:
+        shape = [7] * aux.ndim
+        if aux.dtype == "bool":
+            out.append(torch.rand(shape, generator=g) < 0.5)
+        elif aux.kind.name == "INT":
+            out.append(torch.randint(0, 7, shape, generator=g).to(aux.torch_dtype))
+        else:
+            out.append(torch.randn(shape, generator=g).to(aux.torch_dtype))
+    return out
+
+
 def load_module(text: str) -> ModuleType:
     """Import a program text the way the runtime does: from a real file."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -68,8 +90,10 @@ def load_module(text: str) -> ModuleType:
 
 def compile_spec(spec: AttentionSpec, **options: Any) -> Any:
     """The compiled harness of a spec."""
-    from harness import build_harness
+    from emit_harness import build_harness
 
     return build_harness(
-        load_module(emit_program(spec, facts(spec), **options)), tuple((a.dtype, a.ndim) for a in spec.aux), spec.num_sizes
+        load_module(emit_program(spec, facts(spec), **options)),
+        tuple((a.dtype, a.ndim) for a in spec.aux),
+        spec.num_sizes,
     )

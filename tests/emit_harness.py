@@ -3,8 +3,8 @@
     compiled = build_harness(module, aux=(("float32", 1),), num_sizes=0)
     compiled(score_in, score_out, keep_out, ranges_out, sink_out, aux, sizes)
 
-score_in, score_out (B, H, Sq, Sk) float32, keep_out the same in uint8, ranges_out (B, H, Sq, 4) int32 (kv_range and kv_full of
-the rows 0..q_idx), sink_out (B, H, Sq) float32. Lengths are read off score_in.
+score_in, score_out (B, H, Sq, Sk) float32, keep_out the same in uint8, ranges_out (B, H, Sq, 4) int32 (kv_range and
+kv_full of the rows 0..q_idx), sink_out (B, H, Sq) float32. Lengths are read off score_in.
 """
 
 from typing import Any
