@@ -57,9 +57,13 @@ _MATH = {n: _lifted(getattr(torch, n)) for n in ("sin", "cos", "erf", "pow", "ex
 def execute(text: str) -> SimpleNamespace:
     """The module of a program text, its device imports replaced by stand-ins."""
     space = {
-        "Boolean": lambda x: _tensor(x).bool(), "Float32": lambda x: _tensor(x).double(),
-        "Int32": lambda x: _tensor(x).long(), "cute": SimpleNamespace(math=SimpleNamespace(**_MATH)), "ops": OPS_STAND_IN, "pops": POPS_STAND_IN,
-    }  # fmt: skip
+        "Boolean": lambda x: _tensor(x).bool(),
+        "Float32": lambda x: _tensor(x).double(),
+        "Int32": lambda x: _tensor(x).long(),
+        "cute": SimpleNamespace(math=SimpleNamespace(**_MATH)),
+        "ops": OPS_STAND_IN,
+        "pops": POPS_STAND_IN,
+    }
     exec(re.sub(r"^from .*$", "", text, flags=re.M), space)
     return SimpleNamespace(**space)
 
