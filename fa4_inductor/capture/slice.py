@@ -184,5 +184,3 @@ def _check_value(node: fx.Node) -> None:
 
 def _is_functorch_wrapper(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-

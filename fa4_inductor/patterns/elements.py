@@ -28,7 +28,7 @@ from fa4_inductor.spec import expr as E
 from fa4_inductor.spec.ops import Kind
 
 ATOM_BASE = 1 << 20
-"""Aux slots from here on stand for values that are no tensor loads (softmax, reductions); they never leave the matcher."""
+"""Aux slots from here on stand for values that are no loads (softmax, reductions); they never leave the matcher."""
 
 aten = torch.ops.aten
 CONTRACTION_OPS = {aten.bmm.default, aten.mm.default, aten.baddbmm.default}

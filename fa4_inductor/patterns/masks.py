@@ -7,7 +7,7 @@ change it (finfo.min), in the place of a logit. Smaller numbers (-1e4, -1e9) sta
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fa4_inductor.spec import expr as E
 from fa4_inductor.spec.attention import EmptyRow
@@ -40,11 +40,17 @@ class Logits:
 
 @dataclass(frozen=True)
 class _Peeled:
-    """A logit as `value` where every mask keeps. `summed`: masks that were added to one another, not nested."""
+    """A logit as `value` where every mask keeps.
+
+    `summed`: masks were added to one another, not only nested. `infinite`, `finite`: where the logit is -inf, and where
+    it is a finite fill (the first wins where both hold).
+    """
 
     value: E.Expr
     masks: tuple[Mask, ...] = ()
     summed: bool = False
+    infinite: E.Expr = E.FALSE
+    finite: E.Expr = E.FALSE
 
 
 def split(logits: E.Expr, *, half: bool, fills_are_zero: bool, has_sink: bool) -> Logits:
@@ -68,16 +74,9 @@ def split(logits: E.Expr, *, half: bool, fills_are_zero: bool, has_sink: bool) -
         return Logits(peeled.value, finite[0].keep, EmptyRow.MEAN)
     if not infinite and not peeled.summed and len({m.fill for m in finite}) == 1:
         return Logits(peeled.value, E.conjunction([m.keep for m in finite]), EmptyRow.MEAN)
-    return _levelled(peeled, infinite, finite, unkept)
-
-
-def _levelled(peeled: _Peeled, infinite: list[Mask], finite: list[Mask], unkept: EmptyRow) -> Logits:
-    """Finite fills stay in the score (a row of them is uniform); where two of them add up they overflow to -inf."""
-    keep = [m.keep for m in infinite]
-    if peeled.summed:
-        keep += [a.keep | b.keep for i, a in enumerate(finite) for b in finite[i + 1 :]]
-    value = E.call("where", E.conjunction([m.keep for m in finite]), peeled.value, LEVEL)
-    return Logits(value, E.conjunction(keep), unkept)
+    # Finite fills stay in the score: a row of them is uniform over just those columns that are not -inf.
+    value = E.call("where", peeled.finite, LEVEL, peeled.value)
+    return Logits(value, ~peeled.infinite, unkept)
 
 
 def _peel(e: E.Expr, limit: float) -> _Peeled:
@@ -96,7 +95,12 @@ def _peel_where(e: E.Expr, limit: float) -> _Peeled:
     for keep, kept, fill in ((condition, a, b), (~condition, b, a)):
         if _is_fill(fill, limit) and not _is_fill(kept, limit):
             inner = _peel(kept, limit)
-            return _Peeled(inner.value, (*inner.masks, Mask(keep, fill.value)), inner.summed)
+            infinite, finite = _or(~keep, inner.infinite), _or(~keep, inner.finite)
+            if fill.value == -math.inf:
+                finite = inner.finite
+            else:
+                infinite = inner.infinite if inner.infinite is E.FALSE else keep & inner.infinite
+            return _Peeled(inner.value, (*inner.masks, Mask(keep, fill.value)), inner.summed, infinite, finite)
     return _Peeled(e)
 
 
@@ -107,12 +111,19 @@ def _peel_add(e: E.Expr, limit: float) -> _Peeled:
     zero = [p.value.is_const and p.value.value == 0 for p in (left, right)]
     value = right.value if zero[0] else left.value if zero[1] else left.value + right.value
     summed = left.summed or right.summed or bool(left.masks and right.masks)
-    return _Peeled(value, left.masks + right.masks, summed)
+    infinite, finite = _or(left.infinite, right.infinite), _or(left.finite, right.finite)
+    if left.finite is not E.FALSE and right.finite is not E.FALSE:
+        infinite = _or(infinite, left.finite & right.finite)  # two finfo.min overflow
+    return _Peeled(value, left.masks + right.masks, summed, infinite, finite)
+
+
+def _or(a: E.Expr, b: E.Expr) -> E.Expr:
+    return b if a is E.FALSE else a if b is E.FALSE else a | b
 
 
 def _peel_sub(e: E.Expr, limit: float) -> _Peeled:
     left = _peel(e.args[0], limit)
-    return _Peeled(left.value - e.args[1], left.masks, left.summed) if left.masks else _Peeled(e)
+    return replace(left, value=left.value - e.args[1]) if left.masks else _Peeled(e)
 
 
 def _peel_scale(e: E.Expr, limit: float) -> _Peeled:
@@ -126,7 +137,7 @@ def _peel_scale(e: E.Expr, limit: float) -> _Peeled:
     if not inner.masks or any(f > limit for f in fills):
         return _Peeled(e)
     value = E.call(e.op, inner.value, c)
-    return _Peeled(value, tuple(Mask(m.keep, f) for m, f in zip(inner.masks, fills)), inner.summed)
+    return replace(inner, value=value, masks=tuple(Mask(m.keep, f) for m, f in zip(inner.masks, fills)))
 
 
 def _peel_maximum(e: E.Expr, limit: float) -> _Peeled:
@@ -135,7 +146,8 @@ def _peel_maximum(e: E.Expr, limit: float) -> _Peeled:
     if not _is_fill(c, limit):
         return _Peeled(e)
     inner = _peel(x, limit)
-    return _Peeled(inner.value, tuple(Mask(m.keep, c.value) for m in inner.masks), False)
+    masks = tuple(Mask(m.keep, c.value) for m in inner.masks)
+    return _Peeled(inner.value, masks, False, E.FALSE, _or(inner.infinite, inner.finite))
 
 
 def _peel_cast(e: E.Expr, limit: float) -> _Peeled:

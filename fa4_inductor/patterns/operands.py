@@ -1,10 +1,9 @@
 """q, k and v as views of captured tensors.
 
-From the contraction's operand the way leads back over views, copies, casts and factors that do not depend on the feature
-index (those move into the score). Every captured tensor passed on that way is a candidate if its subscripts are index
-variables, constants or merges of whole index variables: then a view without data movement gives (B, H, S, D). The best
-candidate leaves the fewest copies (repeat_kv, contiguous, scaling) to be executed; among equals the one nearest to the
-site.
+From the contraction's operand the way leads back over views, copies, casts and factors that do not depend on the
+feature index (those move into the score). Every captured tensor passed on that way is a candidate if its subscripts are
+index variables, constants or merges of whole index variables: then a view without data movement gives (B, H, S, D). The
+best candidate leaves the fewest copies (repeat_kv, contiguous, scaling) to be executed; among equals the nearest one.
 """
 
 from __future__ import annotations

@@ -187,25 +187,43 @@ def _filled(value: int) -> Rule:
     return lambda ev, node, index: constant(value, node.meta["val"].dtype)
 
 
-_UNARY = (
-    ["neg", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin", "cos", "floor", "ceil", "trunc", "round"]
-)  # the same name in ATen and in the spec
+_UNARY = [
+    "neg",
+    "abs",
+    "exp",
+    "exp2",
+    "log",
+    "log2",
+    "sqrt",
+    "rsqrt",
+    "tanh",
+    "sigmoid",
+    "erf",
+    "sin",
+    "cos",
+    "floor",
+    "ceil",
+    "trunc",
+    "round",
+]  # the same name in ATen and in the spec
 _BINARY = {
     "mul": "mul", "div": "div", "maximum": "maximum", "minimum": "minimum", "remainder": "mod", "eq": "eq", "ne": "ne",
     "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
 }  # fmt: skip
 
 
+def _overloads(packet: Any) -> list[Any]:
+    return [getattr(packet, o) for o in packet.overloads() if o in ("Tensor", "Scalar", "default")]
+
+
 def _table() -> dict[Any, Rule]:
     rules: dict[Any, Rule] = {getattr(aten, n).default: _plain(n) for n in _UNARY}
     for name, spec_name in _BINARY.items():
-        packet = getattr(aten, name)
-        rules |= {getattr(packet, o): _plain(spec_name) for o in packet.overloads() if o in ("Tensor", "Scalar", "default")}
+        rules |= dict.fromkeys(_overloads(getattr(aten, name)), _plain(spec_name))
     for name in ("and", "or", "xor", "not"):
         op = f"{name}_" if name != "xor" else name
         rules[getattr(aten, f"logical_{name}").default] = _logical(op)
-        bitwise = getattr(aten, f"bitwise_{name}")
-        rules |= {getattr(bitwise, o): _bitwise(op) for o in bitwise.overloads() if o in ("Tensor", "Scalar", "default")}
+        rules |= dict.fromkeys(_overloads(getattr(aten, f"bitwise_{name}")), _bitwise(op))
     for name in ("full", "full_like", "new_full", "scalar_tensor"):
         rules[getattr(aten, name).default] = _full
     for name, value in (("zeros", 0), ("ones", 1)):

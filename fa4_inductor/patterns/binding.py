@@ -1,0 +1,151 @@
+"""From a match on a shadow graph to nodes of the captured graph: operands, sizes, the check that nothing escapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fa4_inductor.capture.fx_view import example, is_mutation, location, size_expr
+from fa4_inductor.capture.shadow import Shadow
+from fa4_inductor.capture.slice import Slice
+from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.patterns.elements import AuxTensor
+from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep
+from fa4_inductor.patterns.operands import BoundOperand, Steps
+from fa4_inductor.patterns.product import Found
+from fa4_inductor.spec import verify
+from fa4_inductor.spec.simplify import drop_unused_aux, simplify_spec
+
+NodeOf = Callable[[Hashable], fx.Node]
+
+
+@dataclass
+class GraphFacts:
+    """What binding needs to know about a whole graph; computed once per graph."""
+
+    graph: fx.Graph
+    order: dict[fx.Node, int] = field(default_factory=dict)
+    sizes: dict[sympy.Expr, fx.Node] = field(default_factory=dict)
+    live: set[fx.Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for i, node in enumerate(self.graph.nodes):
+            self.order[node] = i
+            value = example(node)
+            if isinstance(value, torch.SymInt):
+                self.sizes.setdefault(size_expr(value), node)
+        for node in reversed(self.graph.nodes):
+            if node.op == "output" or is_mutation(node) or any(u in self.live for u in node.users):
+                self.live.add(node)
+
+    def size(self, e: Any, site: fx.Node) -> int | fx.Node | None:
+        """A size as an int or a node computed before `site`; None if there is no such node."""
+        if isinstance(e, int) or e.is_Integer:
+            return int(e)
+        node = self.sizes.get(e)
+        return node if node is not None and self.order[node] < self.order[site] else None
+
+
+def bind_match(found: Found, facts: GraphFacts, site: fx.Node, node_of: NodeOf) -> AttentionMatch:
+    """The match with its nodes.
+
+    Raises:
+        DeclineSite: UNSUPPORTED_SHAPE when a run-time size has no node, UNSUPPORTED_DTYPE for operands without a
+            common floating dtype.
+    """
+    spec, kept = drop_unused_aux(simplify_spec(found.spec))
+    verify(spec)
+    out_dtype = example(site).dtype
+    dtype = _common_dtype(found)
+    q, k, v = (_operand(o, dtype, facts, site, node_of) for o in (found.q, found.k, found.v))
+    if found.k.heads != found.v.heads:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"{found.k.heads} heads of k, {found.v.heads} of v")
+    sizes = []
+    for symbol in found.symbols:
+        size = facts.size(symbol, site)
+        if size is None:
+            raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"no node holds the run-time size {symbol}")
+        sizes.append(size)
+    aux = tuple(_aux(found.aux[slot], facts, site, node_of) for slot in kept)
+    view = _steps(found.output_view, facts, site)
+    return AttentionMatch(spec, q, k, v, aux, tuple(sizes), site, view, out_dtype, location(site))
+
+
+def _common_dtype(found: Found) -> torch.dtype:
+    dtypes = [o.dtype for o in (found.q, found.k, found.v)]
+    if not all(d.is_floating_point for d in dtypes):
+        raise DeclineSite(DeclineReason.UNSUPPORTED_DTYPE, f"operands of {', '.join(map(str, dtypes))}")
+    common = dtypes[0]
+    for dtype in dtypes[1:]:
+        common = torch.promote_types(common, dtype)
+    return common
+
+
+def _operand(o: BoundOperand, dtype: torch.dtype, facts: GraphFacts, site: fx.Node, node_of: NodeOf) -> Operand:
+    steps = _steps(o.view, facts, site)
+    return Operand(node_of(o.source), steps if o.dtype == dtype else (*steps, ("to", dtype)))
+
+
+def _aux(a: AuxTensor, facts: GraphFacts, site: fx.Node, node_of: NodeOf) -> Operand:
+    return Operand(node_of(a.source), _steps(a.view, facts, site))
+
+
+def _steps(steps: Steps, facts: GraphFacts, site: fx.Node) -> tuple[ViewStep, ...]:
+    return tuple(_step(s, facts, site) for s in steps)
+
+
+def _step(step: tuple[Any, ...], facts: GraphFacts, site: fx.Node) -> ViewStep:
+    name, *args = step
+    if name in ("unflatten", "reshape"):
+        sizes = [facts.size(e, site) for e in args[-1]]
+        if sizes.count(None) > 1:
+            raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"no nodes hold the sizes {args[-1]}")
+        return (name, *args[:-1], tuple(-1 if s is None else s for s in sizes))
+    if name in ("narrow", "expand"):
+        flat = args if name == "narrow" else list(args[0])
+        sizes = [facts.size(e, site) for e in flat]
+        if None in sizes:
+            raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"no nodes hold the sizes {flat}")
+        return (name, *sizes) if name == "narrow" else (name, tuple(sizes))
+    return step
+
+
+def check_escape(piece: Slice, shadow: Shadow, scores: fx.Node, site: fx.Node, facts: GraphFacts) -> None:
+    """Every value between Q @ K^T and the site must be used on the way to the site only.
+
+    Raises:
+        DeclineSite: PROBS_ESCAPE.
+    """
+    above = {scores}
+    for node in shadow.graph.nodes:
+        if any(n in above for n in node.all_input_nodes):
+            above.add(node)
+    interior = {piece.nodes[p] for p, value in shadow.value.items() if value in above and piece.nodes[p] is not site}
+    interior |= _multi_output(piece, interior)
+    for node in interior:
+        for user in node.users:
+            if user is site or user in interior or user not in facts.live:
+                continue
+            if isinstance(example(user), int | float | bool | torch.SymInt | torch.Size) or _is_metadata(user):
+                continue
+            what = "the output" if user.op == "output" else user.name
+            raise DeclineSite(DeclineReason.PROBS_ESCAPE, f"{node.name} is also used by {what}")
+
+
+def _multi_output(piece: Slice, interior: set[fx.Node]) -> set[fx.Node]:
+    """Nodes with tuple values (max, split) between interior nodes."""
+    return {
+        n
+        for n in piece.nodes
+        if isinstance(example(n), tuple | list) and n.users and any(i in interior for i in n.all_input_nodes)
+    }
+
+
+def _is_metadata(node: fx.Node) -> bool:
+    value = example(node)
+    return isinstance(value, tuple) and all(isinstance(v, int | torch.SymInt) for v in value)

@@ -1,0 +1,137 @@
+"""From the element of P to the logits behind it: softmax ops, hand-written exp/sum/div, an extra sink column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.patterns.elements import ATOM_BASE, Elements
+from fa4_inductor.patterns.rules_views import dimension, shape
+from fa4_inductor.spec import expr as E
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Logits of the keys, and of the sink column if there is one."""
+
+    logits: E.Expr
+    sink: E.Expr | None
+
+
+def distribution(ev: Elements, p: E.Expr) -> Distribution | None:
+    """What `p`, the element of P at (.., q_idx, kv_idx), is a softmax of; None if it is no softmax over kv_idx.
+
+    Raises:
+        DeclineSite: NOT_ATTENTION if p is a softmax over the keys with something done to it, or the refusal of an
+            element in its logits.
+    """
+    p = _unscaled(p)
+    atom = ev.atom_of(p)
+    if atom is not None and atom.kind == "softmax":
+        found = _of_softmax(ev, atom.node, atom.index)
+    else:
+        found = _hand_written(ev, p)
+    if found is None:
+        if any(_over_keys(ev, n) for n in E.walk(p)):
+            raise DeclineSite(DeclineReason.NOT_ATTENTION, "the probabilities are changed before they meet V")
+        return None
+    return _without_row_constants(ev, found)
+
+
+def _unscaled(p: E.Expr) -> E.Expr:
+    """p * 1 and casts."""
+    while True:
+        if (
+            p.op == "mul"
+            and p.args[1].is_const
+            and p.args[1].value == 1
+            or p.op == "div"
+            and p.args[1].is_const
+            and p.args[1].value == 1
+            or p.op == "to_float"
+        ):
+            p = p.args[0]
+        else:
+            return p
+
+
+def _over_keys(ev: Elements, e: E.Expr) -> bool:
+    atom = ev.atom_of(e)
+    if atom is None or atom.kind != "softmax":
+        return False
+    at = atom.index[dimension(atom.node)]
+    return at == ev.space.kv or (not at.is_Integer and ev.space.kv in at.free_symbols)
+
+
+def _of_softmax(ev: Elements, node: fx.Node, index: tuple[sympy.Expr, ...]) -> Distribution | None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    dim = dimension(node)
+    size, space = shape(source)[dim], ev.space
+    offset = sympy.expand(index[dim] - space.kv)
+    extra = sympy.expand(size - space.seqlen_k)
+    if not offset.is_Integer or not extra.is_Integer or not 0 <= offset <= extra:
+        return None
+    if any(space.depends(e, space.kv) for i, e in enumerate(index) if i != dim) and space.kv != 0:
+        return None
+    logits = ev.value(source, index)
+    if extra == 0:
+        return Distribution(logits, None)
+    if extra > 1:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "more than one extra column in the softmax")
+    column = space.seqlen_k if offset == 0 else sympy.Integer(0)
+    return Distribution(logits, ev.value(source, (*index[:dim], column, *index[dim + 1 :])))
+
+
+def _hand_written(ev: Elements, p: E.Expr) -> Distribution | None:
+    """exp(y) / sum(exp(y)) and exp(y - logsumexp(y)) in its expanded form."""
+    if p.op == "div" and p.args[0].op == "exp":
+        total = ev.atom_of(p.args[1])
+        if total is not None and total.kind == "sum" and total.body is p.args[0]:
+            return Distribution(p.args[0].args[0], None)
+    if p.op == "exp" and p.args[0].op == "sub" and (found := _log_sum_exp(ev, p.args[0])) is not None:
+        return Distribution(found, None)
+    return None
+
+
+def _log_sum_exp(ev: Elements, e: E.Expr) -> E.Expr | None:
+    """y if e = y - (log(sum(exp(y - c))) + c)."""
+    y, lse = e.args
+    candidates = [(lse, None)]
+    if lse.op == "add":
+        candidates = [(lse.args[0], lse.args[1]), (lse.args[1], lse.args[0])]
+    for log, shift in candidates:
+        total = ev.atom_of(log.args[0]) if log.op == "log" else None
+        if total is None or total.kind != "sum" or total.body is None:
+            continue
+        expected = y if shift is None else y - shift
+        if total.body is E.call("exp", expected):
+            return y
+    return None
+
+
+def _without_row_constants(ev: Elements, found: Distribution) -> Distribution:
+    """Softmax does not change when the maximum of the row is subtracted from all its logits."""
+    logits, dropped = _drop(ev, found.logits)
+    sink = found.sink
+    if sink is not None:
+        sink, same = _drop(ev, sink)
+        if same != dropped:
+            raise DeclineSite(DeclineReason.NOT_ATTENTION, "the sink is shifted differently from the scores")
+    for e in (logits, sink):
+        if e is not None and any(n.op == "load" and n.value >= ATOM_BASE for n in E.walk(e)):
+            raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "a reduction over the scores inside the scores")
+    return Distribution(logits, sink)
+
+
+def _drop(ev: Elements, e: E.Expr) -> tuple[E.Expr, tuple[E.Expr, ...]]:
+    dropped: list[E.Expr] = []
+    while e.op == "sub" and (atom := ev.atom_of(e.args[1])) is not None and atom.kind == "max":
+        if "kv_idx" in e.args[1].free:
+            break
+        dropped.append(e.args[1])
+        e = e.args[0]
+    return e, tuple(dropped)

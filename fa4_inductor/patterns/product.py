@@ -1,0 +1,227 @@
+"""softmax(QK^T)V written with matmul, bmm or einsum: from the product P @ V inward."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from fa4_inductor.capture.fx_view import shape_exprs
+from fa4_inductor.capture.shadow import Shadow
+from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.patterns import masks
+from fa4_inductor.patterns.elements import AuxTensor, Elements
+from fa4_inductor.patterns.indices import FloorDiv, Index, Ranges, variable
+from fa4_inductor.patterns.operands import BoundOperand, Steps, bind
+from fa4_inductor.patterns.probabilities import Distribution, distribution
+from fa4_inductor.patterns.rules_views import VIEW_RULES, shape
+from fa4_inductor.patterns.space import ZERO, Space
+from fa4_inductor.spec import AttentionSpec, AuxSpec
+from fa4_inductor.spec import expr as E
+
+aten = torch.ops.aten
+SourceOf = Callable[[fx.Node], Hashable | None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A match in terms of a shadow graph: sources instead of nodes, sympy sizes."""
+
+    spec: AttentionSpec
+    q: BoundOperand
+    k: BoundOperand
+    v: BoundOperand
+    aux: tuple[AuxTensor, ...]
+    symbols: tuple[sympy.Symbol, ...]
+    output_view: Steps
+    scores: fx.Node | None
+    """The shadow node of Q @ K^T; values computed from it must not be used elsewhere."""
+
+
+@dataclass(frozen=True)
+class Core:
+    """The contraction `lhs[n, m, k] * rhs[n, k, p]` below an output, and where an output element lies in it."""
+
+    node: fx.Node
+    lhs: fx.Node
+    rhs: fx.Node
+    batch: sympy.Expr
+    index: Index  # (n, m, p) as functions of the output's index variables
+    variables: tuple[sympy.Expr, ...]
+    output_shape: tuple[sympy.Expr, ...]
+
+
+def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    first = 1 if node.target is aten.baddbmm.default else 0
+    return node.args[first], node.args[first + 1]
+
+
+def core_of(output: fx.Node) -> Core | None:
+    """The contraction that an output is a view of, or None."""
+    output_shape = shape(output)
+    ranges = Ranges()
+    variables = tuple(ZERO if n == 1 else ranges.declare(f"o{i}", n) for i, n in enumerate(output_shape))
+    node, index = output, variables
+    while node.target not in (aten.bmm.default, aten.mm.default):
+        if node.op != "call_function":
+            return None
+        if node.target in VIEW_RULES:
+            try:
+                node, index = VIEW_RULES[node.target](ranges, node, index)
+            except DeclineSite:
+                return None
+        elif node.target is aten._to_copy.default:
+            node = node.args[0]
+        else:
+            return None
+    lhs, rhs = operands_of(node)
+    if node.target is aten.mm.default:
+        return Core(node, lhs, rhs, sympy.Integer(1), (ZERO, *index), variables, output_shape)
+    return Core(node, lhs, rhs, shape(node)[0], index, variables, output_shape)
+
+
+def head_counts(core: Core) -> list[sympy.Expr]:
+    """How the contraction's batch may be split into batch x heads, likeliest first; 1 (no heads) is always possible."""
+    if core.batch == 1:
+        return [sympy.Integer(1)]
+    counts: dict[sympy.Expr, None] = {}
+    for term in sympy.Add.make_args(sympy.expand(core.index[0])):
+        coefficient = sympy.Mul(*(f for f in sympy.Mul.make_args(term) if f not in core.variables))
+        if coefficient != 1 and term != 0:
+            counts[coefficient] = None
+    n = variable("n")
+    for operand in (core.rhs, core.lhs):
+        ranges = Ranges({n: core.batch})
+        node, index = operand, (n, *(variable(f"x{i}") for i in range(2)))
+        ranges.sizes.update(zip(index[1:], shape(operand)[1:]))
+        while node.op == "call_function" and node.target in VIEW_RULES or node.target is aten._to_copy.default:
+            if node.target is aten._to_copy.default:
+                node = node.args[0]
+                continue
+            try:
+                node, index = VIEW_RULES[node.target](ranges, node, index)
+            except DeclineSite:
+                break
+            for e in index:
+                counts.update(dict.fromkeys(a.args[1] for a in e.atoms(FloorDiv) if a.args[0] == n))
+    if not counts and len(core.output_shape) == 4 and core.output_shape[0] == 1:
+        counts[core.batch] = None
+    ordered = sorted(counts, key=lambda c: (not c.is_Integer, -int(c) if c.is_Integer else 0))
+    usable = [c for c in ordered if sympy.cancel(core.batch / c).as_numer_denom()[1] == 1]
+    return [*usable, sympy.Integer(1)]
+
+
+class ProductSite:
+    """One attempt to read a contraction as P @ V with a given number of heads."""
+
+    def __init__(self, shadow: Shadow, core: Core, heads: sympy.Expr, source_of: SourceOf) -> None:
+        self.core = core
+        batch = sympy.cancel(core.batch / heads)
+        seqlen_q, seqlen_k = shape(core.lhs)[-2:]
+        self.space = Space(batch, heads, seqlen_q, seqlen_k)
+        self.ev = Elements(shadow, self.space, source_of, self._contract)
+        self.n = sympy.expand(self.space.b * heads + self.space.h)
+        self.q: BoundOperand | None = None
+        self.k: BoundOperand | None = None
+        self.scores: fx.Node | None = None
+        self.refusal: DeclineSite | None = None
+
+    def _lead(self, node: fx.Node) -> Index:
+        return (self.n,) if len(shape(node)) == 3 else ()
+
+    def match(self) -> Found | None:
+        """None if the contraction has no softmax over its contracted index.
+
+        Raises:
+            DeclineSite: it has one, and something else stands in the way.
+        """
+        core, space = self.core, self.space
+        p = self.ev.value(core.lhs, (*self._lead(core.lhs), space.q, space.kv))
+        found = distribution(self.ev, p)
+        if found is None:
+            return None
+        if self.q is None or self.k is None:
+            raise self.refusal or DeclineSite(DeclineReason.NOT_ATTENTION, "no product of Q and K in the logits")
+        feature = space.ranges.declare("dv", shape(core.rhs)[-1])
+        index = (*self._lead(core.rhs), space.kv, feature)
+        v = bind(self.ev, core.rhs, index, space.kv, feature, key=True, scaled=False)
+        spec = self._spec(found)
+        view = output_view(core, space)
+        return Found(spec, self.q, self.k, v, tuple(self.ev.aux), tuple(space.symbols), view, self.scores)
+
+    def _spec(self, found: Distribution) -> AttentionSpec:
+        assert self.scores is not None
+        half = self.scores.meta["val"].dtype is torch.float16
+        parts = masks.split(found.logits, half=half, fills_are_zero=False, has_sink=found.sink is not None)
+        aux = tuple(AuxSpec(str(a.dtype).removeprefix("torch."), a.ndim) for a in self.ev.aux)
+        return AttentionSpec(
+            softmax_scale=1.0,
+            score=parts.score,
+            keep=parts.keep,
+            sink=found.sink,
+            empty_row=parts.empty_row,
+            aux=aux,
+            num_sizes=len(self.space.symbols),
+        )
+
+    def _contract(self, node: fx.Node, index: Index) -> E.Expr | None:
+        """Q @ K^T becomes `score` times the factors of q and k; any other contraction is an opaque tensor."""
+        if self.scores not in (None, node):
+            return None
+        product = self._product(node, index)
+        if product is None or node.target is not aten.baddbmm.default:
+            return product
+        scaled = E.call("mul", product, self.ev.operand(node.kwargs.get("alpha", 1), ()))
+        beta = node.kwargs.get("beta", 1)
+        if beta == 0:
+            return scaled
+        bias = self.ev.operand(node.args[0], index)
+        return E.call("mul", self.ev.operand(beta, ()), bias) + scaled if beta != 1 else bias + scaled
+
+    def _product(self, node: fx.Node, index: Index) -> E.Expr | None:
+        lhs, rhs = operands_of(node)
+        lead, (m, p) = index[:-2], index[-2:]
+        space = self.space
+        depth = shape(lhs)[-1]
+        left, right = ((lhs, (*lead, m), False), (rhs, (*lead, p), True))
+        rows_are_keys = space.depends(m, space.kv) if space.kv != 0 else False
+        q_side, k_side = (right, left) if rows_are_keys else (left, right)
+        d = space.ranges.declare("d", depth)
+        try:
+            q, k = (
+                bind(self.ev, operand, (*at[:-1], d, at[-1]) if swap else (*at, d), position, d, key=key, scaled=True)
+                for (operand, at, swap), position, key in ((q_side, space.q, False), (k_side, space.kv, True))
+            )
+        except DeclineSite as refusal:
+            self.refusal = refusal
+            return None
+        self.q, self.k, self.scores = q, k, node
+        result = E.score()
+        for factor in (*q.factors, *k.factors):
+            result = E.call("mul", result, factor)
+        return result
+
+
+def output_view(core: Core, space: Space) -> Steps:
+    """Steps from (B, H, Sq, Dv) to the output.
+
+    Raises:
+        DeclineSite: UNSUPPORTED_LAYOUT when the output is no permutation and reshape of it.
+    """
+    sizes = (space.batch, space.heads, space.seqlen_q, shape_exprs(core.rhs.meta["val"])[-1])
+    ranges = Ranges({v: n for v, n in zip(core.variables, core.output_shape) if not v.is_Integer})
+    n, m, p = core.index
+    at = (ranges.div(n, space.heads), ranges.rem(n, space.heads), m, p)
+    offset = ranges.merge(core.variables, core.output_shape)
+    for order in itertools.permutations(range(4)):
+        arranged = Ranges().merge([at[i] for i in order], [sizes[i] for i in order])
+        if sympy.expand(arranged - offset) == 0:
+            steps: list[tuple] = [] if order == (0, 1, 2, 3) else [("permute", order)]
+            if tuple(sizes[i] for i in order) != core.output_shape:
+                steps.append(("reshape", core.output_shape))
+            return tuple(steps)
+    raise DeclineSite(DeclineReason.UNSUPPORTED_LAYOUT, "the output is not a permutation of (B, H, Sq, Dv)")

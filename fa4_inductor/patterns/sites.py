@@ -1,0 +1,122 @@
+"""`find_sites`: every attention-like site of a captured graph, matched or declined.
+
+An anchor is a contraction with a softmax over its contracted dimension above it, an SDPA call or a flex_attention call.
+Sites with the same structure (the layers of a model) are analysed once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fa4_inductor.capture import ops
+from fa4_inductor.capture.fx_view import location, target_name
+from fa4_inductor.capture.shadow import Shadow, trace
+from fa4_inductor.capture.slice import Slice, backward_slice, has_softmax_above
+from fa4_inductor.errors import Declined, DeclineReason, DeclineSite
+from fa4_inductor.patterns.binding import GraphFacts, bind_match, check_escape
+from fa4_inductor.patterns.match import AttentionMatch, Site
+from fa4_inductor.patterns.product import Found, ProductSite, core_of, head_counts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Search:
+    """One graph under search, with the shadows and results of the structures seen so far."""
+
+    module: fx.GraphModule
+    facts: GraphFacts
+    shadows: dict[Hashable, Shadow] = field(default_factory=dict)
+    results: dict[Hashable, Found | DeclineSite | None] = field(default_factory=dict)
+
+    def shadow(self, piece: Slice, key: Hashable) -> Shadow:
+        if key not in self.shadows:
+            self.shadows[key] = trace(piece)
+        return self.shadows[key]
+
+    def once(self, key: Hashable, analyse: Callable[[], Found | None]) -> Found | None:
+        """The result of `analyse` for this structure; refusals are remembered too."""
+        if key not in self.results:
+            try:
+                self.results[key] = analyse()
+            except DeclineSite as refusal:
+                self.results[key] = refusal
+        result = self.results[key]
+        if isinstance(result, DeclineSite):
+            raise result
+        return result
+
+
+def find_sites(gm: fx.GraphModule) -> list[Site]:
+    """Attention sites of one graph (not of its submodules) in graph order. Never raises for a graph it cannot read."""
+    search = _Search(gm, GraphFacts(gm.graph))
+    sites: list[Site] = []
+    for node in gm.graph.nodes:
+        site = _site_at(search, node)
+        if site is not None:
+            sites.append(site)
+    return sites
+
+
+def _site_at(search: _Search, node: fx.Node) -> Site | None:
+    matcher = _matcher_for(node)
+    if matcher is None:
+        return None
+    try:
+        return matcher(search, node)
+    except DeclineSite as refusal:
+        return refusal.at(location(node))
+    except Exception as error:
+        if type(error).__name__ == "TensorifyScalarRestartAnalysis":
+            raise
+        log.warning("matching %s failed; it is left as it is", node.name, exc_info=True)
+        return Declined(DeclineReason.INTERNAL_ERROR, f"{type(error).__name__}: {error}", location(node))
+
+
+def _matcher_for(node: fx.Node) -> Callable[[_Search, fx.Node], AttentionMatch | None] | None:
+    if node.op not in ("call_function", "call_method"):
+        return None
+    name = target_name(node)
+    if name in ops.CONTRACTIONS:
+        return _match_product if has_softmax_above(node) else None
+    return None
+
+
+def _match_product(search: _Search, node: fx.Node) -> AttentionMatch | None:
+    piece = backward_slice([node], node)
+    key = piece.key()
+    found = search.once(key, lambda: _read_product(search.shadow(piece, key), len(piece.nodes) - 1))
+    if found is None:
+        return None
+    assert found.scores is not None
+    shadow = search.shadow(piece, key)
+    check_escape(piece, shadow, found.scores, node, search.facts)
+    return bind_match(found, search.facts, node, lambda position: piece.nodes[position])
+
+
+def _read_product(shadow: Shadow, position: int) -> Found | None:
+    core = core_of(shadow.value[position])
+    if core is None:
+        return None
+    refusal: DeclineSite | None = None
+    for heads in head_counts(core):
+        try:
+            return ProductSite(shadow, core, heads, source_of(shadow, position)).match()
+        except DeclineSite as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def source_of(shadow: Shadow, site: int) -> Callable[[fx.Node], Hashable | None]:
+    """Position of the first captured node that holds a shadow node's value and comes before the site."""
+
+    def lookup(node: fx.Node) -> Hashable | None:
+        positions = [p for p in shadow.positions.get(node, ()) if p != site]
+        return positions[0] if positions else None
+
+    return lookup
