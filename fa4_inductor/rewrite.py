@@ -56,6 +56,12 @@ class Splicer:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
 
+    def splice(self, match: AttentionMatch, implementation: str) -> None:
+        """Let `implementation` run the site. Raises `DeclineSite` when it cannot; the graph is then unchanged."""
+        if implementation == "sdpa":
+            raise NotImplementedError
+        self.replace_with_op(match, implementation)
+
     def replace_with_op(self, match: AttentionMatch, implementation: str) -> None:
         """One `fa4_inductor::attention` call in the place of `match.output`."""
         self.replace(match, lambda q, k, v, aux, sizes: self._op_node(match, implementation, q, k, v, aux, sizes))

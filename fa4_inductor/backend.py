@@ -1,0 +1,191 @@
+"""The torch.compile backend "fa4": find attention, replace it, let Inductor compile the graph.
+
+    torch.compile(model, backend="fa4", mode="reduce-overhead")
+    torch.compile(model, backend="fa4", options={"fa4.strict": True, "max_autotune": True})
+
+Whatever goes wrong here leaves the graph as it was: the model then runs as under `backend="inductor"`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch._dynamo.exc import RestartAnalysis
+
+from fa4_inductor import log
+from fa4_inductor.decide import Decision, Outcome, build_kernels, decide
+from fa4_inductor.errors import DeclineReason, DeclineSite, StrictModeError
+from fa4_inductor.patterns import find_sites
+from fa4_inductor.patterns.match import AttentionMatch
+from fa4_inductor.rewrite import Splicer
+from fa4_inductor.settings import Settings, split_options
+
+_log = log.get_logger(__name__)
+# Sites that strict mode accepts unfused: the user's own graph is the best implementation.
+_NOT_A_FAILURE = (DeclineReason.NOT_FASTER.value,)
+
+
+@dataclasses.dataclass
+class ModulePlan:
+    """Sites of one GraphModule (the graph, or a checkpointed body inside it), and what becomes of each."""
+
+    module: fx.GraphModule
+    decisions: list[Decision]
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """What becomes of each site, in graph order."""
+        return [outcome for _, outcome in self.decisions]
+
+
+def fa4(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Backend entry that torch.compile calls with each captured graph.
+
+    Args:
+        mode: a torch.compile mode, forwarded to Inductor.
+        options: `fa4.*` keys override `Settings`; the others are Inductor's.
+
+    Raises:
+        SettingsError: for an unknown or malformed `fa4.*` option or `FA4_INDUCTOR_*` variable.
+        StrictModeError: under `fa4.strict`, for a site that was declined or has no kernel.
+    """
+    ours, inductor_options = split_options(options)
+    settings = Settings.from_env().with_options(ours)
+    patches = _inductor_patches(mode, inductor_options)
+    if settings.disable:
+        return _compile(gm, example_inputs, patches)
+    saved = fuse(gm, settings)
+    try:
+        return _compile(gm, example_inputs, patches)
+    except RestartAnalysis:
+        raise
+    except Exception as error:
+        if settings.strict or not saved:
+            raise
+        _restore(saved)
+        compiled = _compile(gm, example_inputs, patches)  # where this fails too, the user's graph is at fault
+        _internal_error("compiling the rewritten graph", error)
+        return compiled
+
+
+def _reset() -> None:
+    """torch._dynamo.reset() calls this: CUDA graphs of a forgotten compilation are forgotten too."""
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    reset_cudagraph_trees()
+
+
+fa4.reset = _reset  # type: ignore[attr-defined]
+
+
+def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    from torch._inductor import list_mode_options
+
+    patches: dict[str, Any] = {}
+    if mode and mode != "default":
+        patches.update(list_mode_options(mode))
+    patches.update({name.replace("-", "_"): value for name, value in options.items()})
+    return patches
+
+
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(example_inputs), config_patches=patches or None)
+
+
+def plan(gm: fx.GraphModule, settings: Settings, explaining: bool = False) -> list[ModulePlan]:
+    """Sites of all graphs inside `gm` and the decision on each, without changing anything.
+
+    Args:
+        explaining: only tell; no kernel is built, and `settings.target_arch` stands for the device.
+    """
+    plans = []
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            decisions = [decide(site, settings, explaining) for site in find_sites(module)]
+            plans.append(ModulePlan(module, decisions))
+    if not explaining:
+        built = iter(build_kernels([decision for p in plans for decision in p.decisions], settings))
+        for p in plans:
+            p.decisions = [next(built) for _ in p.decisions]
+    return plans
+
+
+def fuse(gm: fx.GraphModule, settings: Settings) -> list[tuple[fx.GraphModule, fx.Graph]]:
+    """Replace the sites of `gm` in place. Returns (module, graph before) of each changed graph; empty when nothing was.
+
+    Raises:
+        StrictModeError: under `fa4.strict`.
+    """
+    saved: list[tuple[fx.GraphModule, fx.Graph]] = []
+    try:
+        plans = plan(gm, settings)
+        for module_plan in plans:
+            if any(outcome.fused for outcome in module_plan.outcomes):
+                saved.append((module_plan.module, copy.deepcopy(module_plan.module.graph)))
+                _splice(module_plan)
+        outcomes = [outcome for module_plan in plans for outcome in module_plan.outcomes]
+    except RestartAnalysis:
+        raise
+    except Exception as error:
+        _restore(saved)
+        if settings.strict:
+            raise
+        _internal_error("looking for attention", error)
+        return []
+    _account(outcomes)
+    _check_strict(outcomes, settings)
+    return saved
+
+
+def _splice(module_plan: ModulePlan) -> None:
+    splicer = Splicer(module_plan.module.graph)
+    for index, (site, outcome) in enumerate(module_plan.decisions):
+        if not outcome.fused:
+            continue
+        assert isinstance(site, AttentionMatch) and outcome.implementation is not None
+        try:
+            splicer.splice(site, outcome.implementation)
+        except DeclineSite as refusal:
+            module_plan.decisions[index] = (site, outcome.left(refusal.reason, refusal.detail))
+    module_plan.module.graph.lint()
+    module_plan.module.recompile()
+
+
+def _restore(saved: list[tuple[fx.GraphModule, fx.Graph]]) -> None:
+    for module, graph in saved:
+        module.graph = graph
+        module.recompile()
+
+
+def _account(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        log.count("found")
+        log.count("matched", outcome.status != "declined")
+        log.count("fused", outcome.fused)
+        if not outcome.fused:
+            log.count("declined")
+            log.count(f"declined.{outcome.reason}")
+        _log.debug("%s", outcome)
+    log.artifact("fa4_inductor_sites", lambda: "\n".join(map(str, outcomes)))
+
+
+def _check_strict(outcomes: list[Outcome], settings: Settings) -> None:
+    failures = [o for o in outcomes if not o.fused and o.reason not in _NOT_A_FAILURE]
+    if settings.strict and failures:
+        lines = [f"  {o.location or '?'}: {o.reason}: {o.detail}" for o in failures]
+        raise StrictModeError("fa4.strict is set and attention was left unfused:\n" + "\n".join(lines))
+
+
+def _internal_error(what: str, error: Exception) -> None:
+    log.count("declined.internal_error")
+    _log.debug("internal error while %s", what, exc_info=error)
+    cause = f"fa4 failed while {what} ({type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]})"
+    log.warn_once(cause, 'The graph runs unfused; TORCH_LOGS="+fa4_inductor" shows the traceback to report')

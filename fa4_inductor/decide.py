@@ -1,0 +1,158 @@
+"""From a site to a decision: which implementation runs it, or why it stays as the user wrote it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fa4_inductor import log
+from fa4_inductor.errors import Declined, DeclineReason, DeclineSite, KernelUnavailable
+from fa4_inductor.lowering.select import choose
+from fa4_inductor.lowering.support import Operands
+from fa4_inductor.patterns.match import AttentionMatch, Site
+from fa4_inductor.rewrite import operand_value, value_of
+from fa4_inductor.runtime import compile as compiler
+from fa4_inductor.runtime import workers
+from fa4_inductor.runtime.key import CompileKey
+from fa4_inductor.runtime.target import Target, target_for
+from fa4_inductor.settings import Settings
+
+_log = log.get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of one attention site.
+
+    Attributes:
+        location: "file.py:123" in the user's source, or "".
+        status: "fused" (`implementation` runs it), "matched" (understood, left alone) or "declined" (not understood).
+        program: text of the AttentionSpec; None when declined.
+        reason: a `DeclineReason` value unless fused. detail: one sentence for a person.
+        shapes: dtype, device and shapes of q, k and v, as text.
+    """
+
+    location: str
+    status: str
+    program: str | None = None
+    implementation: str | None = None
+    reason: str | None = None
+    detail: str = ""
+    shapes: str = ""
+
+    @property
+    def fused(self) -> bool:
+        """Whether an implementation of ours runs the site."""
+        return self.status == "fused"
+
+    def left(self, reason: DeclineReason, detail: str) -> Outcome:
+        """The same site, understood and left as the user wrote it."""
+        return dataclasses.replace(self, status="matched", implementation=None, reason=reason.value, detail=detail)
+
+
+def decide(site: Site, settings: Settings, explaining: bool = False) -> tuple[Site, Outcome]:
+    """The decision on one site, and the site with the spec to run. Changes nothing, builds nothing.
+
+    Args:
+        explaining: `settings.target_arch` stands for the device, whatever that is.
+    """
+    if isinstance(site, Declined):
+        return site, Outcome(site.location, "declined", reason=site.reason.value, detail=site.detail)
+    seen = Outcome(site.location, "matched", site.spec.text)
+    try:
+        q, k, v = operand_values(site)
+        needs_grad = value_of(site.output).requires_grad
+    except DeclineSite as refusal:
+        return site, seen.left(refusal.reason, refusal.detail)
+    seen = dataclasses.replace(seen, shapes=_shapes(q, k, v))
+    if needs_grad:
+        return site, seen.left(
+            DeclineReason.NEEDS_GRAD, "gradients flow through this site; run it under torch.no_grad()"
+        )
+    return _choose(site, seen, settings, _target(q, settings, explaining))
+
+
+def _choose(match: AttentionMatch, seen: Outcome, settings: Settings, target: Target) -> tuple[AttentionMatch, Outcome]:
+    sizes = [_known_size(size) for size in match.sizes]
+    choice = choose(match.spec, Operands.of(*operand_values(match), sizes), target, settings)
+    if choice.declined is not None:
+        others = "; ".join(f"{name}: {why}" for name, why in choice.passed_over[:-1])
+        detail = f"{choice.declined.detail} ({others})" if others else choice.declined.detail
+        return match, seen.left(choice.declined.reason, detail)
+    passed = "; ".join(f"{name}: {why}" for name, why in choice.passed_over)
+    outcome = dataclasses.replace(
+        seen, status="fused", implementation=choice.implementation, program=choice.spec.text, detail=passed
+    )
+    return dataclasses.replace(match, spec=choice.spec), outcome
+
+
+def _known_size(size: fx.Node | int) -> Any:
+    return value_of(size) if isinstance(size, fx.Node) else size
+
+
+def operand_values(match: AttentionMatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Fake q, k, v of a match. Raises `DeclineSite` where the graph does not know them."""
+    return operand_value(match.q), operand_value(match.k), operand_value(match.v)
+
+
+def _target(q: torch.Tensor, settings: Settings, explaining: bool) -> Target:
+    arch = settings.target_arch if explaining or q.device.type == "cuda" else None
+    return target_for(q.device, arch)
+
+
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    sizes = " ".join(f"{name}{tuple(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
+    return f"{str(q.dtype).removeprefix('torch.')} {q.device.type} {sizes}"
+
+
+Decision = tuple[Site, Outcome]
+
+
+def build_kernels(decisions: Sequence[Decision], settings: Settings) -> list[Decision]:
+    """Build what the chosen sites launch, all at once, before any of it runs.
+
+    A kernel that cannot be built costs one warning, and its sites get the next implementation or stay as they are; it
+    raises nothing.
+    """
+    keys: dict[int, CompileKey] = {}
+    results = list(decisions)
+    for index, (site, outcome) in enumerate(decisions):
+        if isinstance(site, AttentionMatch) and outcome.implementation == "cute":
+            try:
+                keys[index] = _key_of(site, settings)
+            except KernelUnavailable as error:
+                results[index] = _without_kernel(site, outcome, error, settings)
+    errors = workers.build_all(list(keys.values()), settings) if keys else {}
+    for index, key in keys.items():
+        failure = errors[key]
+        if failure is not None:
+            site, outcome = decisions[index]
+            assert isinstance(site, AttentionMatch)
+            results[index] = _without_kernel(site, outcome, failure, settings)
+    return results
+
+
+def _without_kernel(
+    match: AttentionMatch, outcome: Outcome, error: KernelUnavailable, settings: Settings
+) -> tuple[AttentionMatch, Outcome]:
+    """The next best decision. Strict mode and a forced implementation accept none."""
+    left = outcome.left(DeclineReason.KERNEL_UNAVAILABLE, str(error))
+    log.warn_once(str(error), "Attention runs without it; `python -m fa4_inductor doctor` shows what is missing")
+    if settings.strict or settings.implementation != "auto":
+        return match, left
+    q = operand_value(match.q)
+    match, other = _choose(
+        match, left, dataclasses.replace(settings, implementation="sdpa"), _target(q, settings, False)
+    )
+    return match, dataclasses.replace(other, reason=None, detail=str(error)) if other.fused else left
+
+
+def _key_of(match: AttentionMatch, settings: Settings) -> CompileKey:
+    q, k, v = operand_values(match)
+    group = int(q.shape[1]) // int(k.shape[1])
+    target = _target(q, settings, explaining=False)
+    return compiler.forward_key(match.spec.text, q.dtype, int(q.shape[3]), int(v.shape[3]), group, False, target)
