@@ -20,6 +20,7 @@ from fa4_inductor.capture.fx_view import SymScalar, shape_exprs
 from fa4_inductor.capture.shadow import Shadow
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.patterns.indices import Index
+from fa4_inductor.patterns.masks import boolean_selection
 from fa4_inductor.patterns.rules_pointwise import POINTWISE_RULES, constant, kind_of, round_to
 from fa4_inductor.patterns.rules_tensors import TENSOR_RULES
 from fa4_inductor.patterns.rules_views import VIEW_RULES, broadcast
@@ -160,7 +161,7 @@ class Elements:
             return e
         if any(n.op == "load" and n.value >= ATOM_BASE for n in E.walk(e)) or self.source_of(node) is None:
             return e
-        if node in self._contracted:
+        if node in self._contracted or boolean_selection(e) is not e or e.op == "where" and _selects_constants(e):
             return e
         free = {s for i in index for s in i.free_symbols}
         needed = {s for s in free if str(s) in e.free or s not in self.space.ranges.sizes}
@@ -214,7 +215,12 @@ def _above_contraction(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_bare_load(e: E.Expr) -> bool:
-    return e.op == "load" or e.op in ("to_float", "to_int", "to_bool") and _is_bare_load(e.args[0])
+    return e.op == "load" or e.op == "to_float" and _is_bare_load(e.args[0])
+
+
+def _selects_constants(e: E.Expr) -> bool:
+    """where(m, 0, -inf) is a mask: it must stay visible."""
+    return e.args[1].is_const and e.args[2].is_const
 
 
 def _terms(e: E.Expr) -> list[E.Expr]:

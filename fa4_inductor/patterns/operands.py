@@ -3,7 +3,7 @@
 From the contraction's operand the way leads back over views, copies, casts and factors that do not depend on the
 feature index (those move into the score). Every captured tensor passed on that way is a candidate if its subscripts are
 index variables, constants or merges of whole index variables: then a view without data movement gives (B, H, S, D). The
-best candidate leaves the fewest copies (repeat_kv, contiguous, scaling) to be executed; among equals the nearest one.
+best candidate leaves the fewest copies (repeat_kv, contiguous, scaling) to be executed; among equals the shortest view.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def bind(
     Raises:
         DeclineSite: UNSUPPORTED_LAYOUT when no captured tensor on the way is a view of the operand.
     """
-    best: tuple[int, BoundOperand] | None = None
+    best: tuple[tuple[int, int], BoundOperand] | None = None
     stops = list(_way_back(ev, node, index, feature, scaled))
     total = stops[-1].copies
     for stop in stops:
@@ -84,7 +84,7 @@ def bind(
         steps, heads = found
         if stop.cast is not None:
             steps = (*steps, ("to", stop.cast))
-        cost = total - stop.copies
+        cost = (total - stop.copies, len(steps))
         if best is None or cost < best[0]:
             dtype = stop.cast or stop.node.meta["val"].dtype
             best = cost, BoundOperand(source, steps, dtype, heads, stop.factors)

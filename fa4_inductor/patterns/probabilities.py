@@ -43,19 +43,9 @@ def distribution(ev: Elements, p: E.Expr) -> Distribution | None:
 
 def _unscaled(p: E.Expr) -> E.Expr:
     """p * 1 and casts."""
-    while True:
-        if (
-            p.op == "mul"
-            and p.args[1].is_const
-            and p.args[1].value == 1
-            or p.op == "div"
-            and p.args[1].is_const
-            and p.args[1].value == 1
-            or p.op == "to_float"
-        ):
-            p = p.args[0]
-        else:
-            return p
+    while p.op == "to_float" or p.op in ("mul", "div") and p.args[1].is_const and p.args[1].value == 1:
+        p = p.args[0]
+    return p
 
 
 def _over_keys(ev: Elements, e: E.Expr) -> bool:

@@ -1,4 +1,4 @@
-"""Rules for ops whose elements come from other places: arange, indexing, concatenation, padding, writes, scans, reductions."""
+"""Rules for ops whose elements come from elsewhere: arange, indexing, concatenation, padding, writes, reductions."""
 
 from __future__ import annotations
 
