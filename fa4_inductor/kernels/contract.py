@@ -12,11 +12,11 @@ An implementation is a function `(q, k, v, aux, spec, sizes, *, need_lse) -> (ou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from fa4_inductor.spec import AttentionSpec
+from fa4_inductor.spec import AttentionSpec, Kind
 
 
 class AttentionFunction(Protocol):
@@ -49,3 +49,11 @@ def bshd(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def no_lse(q: torch.Tensor) -> torch.Tensor:
     """What stands for the LSE when it was not asked for: fp32, shape (0,)."""
     return q.new_empty((0,), dtype=torch.float32)
+
+
+def widened(tensor: Any, kind: Kind, float_dtype: torch.dtype = torch.float32) -> Any:
+    """An aux tensor (or graph value) as programs compute with it: bool, int64, or `float_dtype` and wider."""
+    if kind is Kind.BOOL:
+        return tensor
+    wide = torch.int64 if kind is Kind.INT else torch.promote_types(tensor.dtype, float_dtype)
+    return tensor if tensor.dtype == wide else tensor.to(wide)

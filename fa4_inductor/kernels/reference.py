@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fa4_inductor.kernels.contract import bshd, no_lse
-from fa4_inductor.spec import AttentionSpec, EmptyRow, Expr, Kind
+from fa4_inductor.kernels.contract import bshd, no_lse, widened
+from fa4_inductor.spec import AttentionSpec, EmptyRow, Expr
 from fa4_inductor.spec.interpret import Env, evaluate
 
 # Scores held at once: 2^25 fp32 values are 128 MiB, and about six tensors of that size are alive.
@@ -42,7 +42,7 @@ def attention_reference(
     out = q.new_empty((batch, heads, seqlen_q, head_dim_v), dtype=dtype)
     lse = q.new_empty((batch, heads, seqlen_q), dtype=dtype)
     group = heads // max(k.shape[1], 1)
-    aux = [_exact(t, spec.aux[i].kind, dtype) for i, t in enumerate(aux)]
+    aux = [widened(t, spec.aux[i].kind, dtype) for i, t in enumerate(aux)]
     for h, rows in _chunks(batch, heads, seqlen_q, seqlen_k):
         kv_heads = torch.arange(h.start, h.stop, device=q.device) // group
         keys, values = k[:, kv_heads].to(dtype), v[:, kv_heads].to(dtype)
@@ -79,11 +79,6 @@ def _names(q: torch.Tensor, seqlen_k: int, sizes: Sequence[int], h: slice, rows:
         "seqlen_k": seqlen_k,
         **{f"size{i}": value for i, value in enumerate(sizes)},
     }
-
-
-def _exact(tensor: torch.Tensor, kind: Kind, dtype: torch.dtype) -> torch.Tensor:
-    """Loads are exact and arithmetic on them is wide: no program arithmetic happens in a half type or in uint8."""
-    return tensor if kind is Kind.BOOL else tensor.to(torch.int64 if kind is Kind.INT else dtype)
 
 
 def _full(expr: Expr, env: Env, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -123,7 +123,7 @@ def supports_sdpa(spec: AttentionSpec, facts: AttentionFacts, operands: Operands
     if not bias_is_exact(spec, facts, operands.dtype, target):
         dtype = _name(operands.dtype)
         return _no(DeclineReason.UNSUPPORTED_PROGRAM, f"SDPA would round the bias to {dtype}")
-    if facts.may_be_empty and not _keeps_empty_rows(spec, operands.dtype, target):
+    if facts.may_be_empty and not _keeps_empty_rows(spec, target):
         contract = spec.empty_row.value
         return _no(DeclineReason.EMPTY_ROWS, f"rows that keep no key must give {contract}, SDPA gives something else")
     return Supported("sdpa")
@@ -140,14 +140,10 @@ def bias_is_exact(spec: AttentionSpec, facts: AttentionFacts, dtype: torch.dtype
     return bias.op == "load" and spec.aux[bias.value].dtype in (name, "bool")
 
 
-def _keeps_empty_rows(spec: AttentionSpec, dtype: torch.dtype, target: Target) -> bool:
-    """SDPA gives zeros; a finfo.min fill (mean of V) goes through its additive mask in fp32, which only the CPU takes.
-
-    fp64 is left out: its fill would have to be fp64's own minimum, which kernels that compute in fp32 do not keep.
-    """
-    if spec.empty_row is EmptyRow.ZERO:
-        return True
-    return spec.empty_row is EmptyRow.MEAN and target.device_type == "cpu" and dtype is not torch.float64
+def _keeps_empty_rows(spec: AttentionSpec, target: Target) -> bool:
+    """SDPA gives zeros. On the CPU a finfo.min fill of its additive mask gives the mean of V, as in eager; other
+    devices' kernels do not promise that."""
+    return spec.empty_row is EmptyRow.ZERO or (spec.empty_row is EmptyRow.MEAN and target.device_type == "cpu")
 
 
 def supports_flex(spec: AttentionSpec, facts: AttentionFacts, operands: Operands, target: Target) -> Support:

@@ -1,0 +1,120 @@
+"""FX nodes that can be computed with like tensors: every torch call on them adds a node with its fake value.
+
+Dynamo's graphs want an `example_value` in each node's meta; a plain `fx.Proxy` gives none, and knows neither its dtype,
+device nor shape. The caller sets the insert point, just before the node that is being replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx.node import map_aggregate
+
+
+class GraphValue(fx.Proxy):
+    """A node's value. Sizes that are static are plain ints."""
+
+    @property
+    def example(self) -> Any:
+        return self.node.meta["example_value"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.example.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.example.device
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return tuple(self.size(i) for i in range(self.dim()))
+
+    def dim(self) -> int:
+        return self.example.dim()
+
+    def size(self, dim: int) -> Any:
+        length = self.example.shape[dim]
+        return (
+            int(length) if isinstance(length, int) else self.tracer.create_proxy("call_method", "size", (self, dim), {})
+        )
+
+
+class GraphValues(fx.proxy.GraphAppendingTracer):
+    """Makes `GraphValue`s at the insert point of `graph`; new nodes take the source location of `like`."""
+
+    def __init__(self, graph: fx.Graph, like: fx.Node) -> None:
+        super().__init__(graph)
+        self.like = like
+        values = [n.meta.get("example_value") for n in (like, *like.all_input_nodes)]
+        # Not detect_fake_mode: while a backend runs, Dynamo's context already holds another mode than the graph's values.
+        self.fake_mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
+
+    def wrap(self, node: fx.Node) -> GraphValue:
+        return GraphValue(node, self)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return GraphValue(node, self)
+
+    def make(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Record a call."""
+        return self.create_proxy("call_function", function, args, kwargs)
+
+    def length(self, node: fx.Node, dim: int) -> Any:
+        """A size of a tensor node: an int where it is static, else a value."""
+        return self.wrap(node).size(dim)
+
+    def number(self, value: fx.Node | int) -> Any:
+        """An int, or the value of a node that holds one."""
+        return self.wrap(value) if isinstance(value, fx.Node) else value
+
+    @staticmethod
+    def real_constants() -> contextlib.AbstractContextManager[None]:
+        """While values are computed, constants that eager helpers make must be real, so that they can be written
+        down."""
+        return unset_fake_temporarily()
+
+    def value_of(self, value: Any) -> Any:
+        return value.example if isinstance(value, GraphValue) else value
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):  # a constant that an eager helper made
+            return self.make(torch.full, (), a.item(), dtype=a.dtype, device=a.device).node
+        return super().create_arg(a)
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> fx.Node:
+        node = super().create_node(kind, target, args, kwargs, *rest, **options)
+        node.meta = {
+            k: self.like.meta[k] for k in ("stack_trace", "nn_module_stack", "source_fn_stack") if k in self.like.meta
+        }
+        fake_args, fake_kwargs = (map_aggregate(x, _example) for x in (args, kwargs))
+        with self.fake_mode or contextlib.nullcontext():
+            if kind == "call_method":
+                node.meta["example_value"] = getattr(fake_args[0], target)(*fake_args[1:], **fake_kwargs)
+            else:
+                node.meta["example_value"] = target(*fake_args, **fake_kwargs)
+        return node
+
+    def still_valid(self, node: fx.Node) -> bool:
+        """Whether `node` comes before the insert point with nothing written in place between the two."""
+        current = self.like.prev
+        while current is not node:
+            if current.op == "root" or _writes_in_place(current):
+                return False
+            current = current.prev
+        return True
+
+
+def _example(value: Any) -> Any:
+    return value.meta["example_value"] if isinstance(value, fx.Node) else value
+
+
+def _writes_in_place(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
+        return True
+    return (name.endswith("_") and not name.endswith("__")) or name in ("setitem", "copy_", "iadd", "imul", "isub")

@@ -1,0 +1,185 @@
+"""A spec as the smallest equivalent `F.scaled_dot_product_attention` call: no mask, is_causal, or a mask that is only
+as large as what it depends on. As eager function, and as nodes of an FX graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fa4_inductor.analysis.facts import AttentionFacts, facts
+from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.kernels.contract import bshd, no_lse, widened
+from fa4_inductor.kernels.graph_values import GraphValue, GraphValues
+from fa4_inductor.spec import AttentionSpec, EmptyRow, Expr
+from fa4_inductor.spec.expr import TRUE
+from fa4_inductor.spec.interpret import Env, evaluate
+
+Make = Callable[..., Any]
+"""`make(function, *args, **kwargs)`: calls it, or records the call in a graph."""
+_HALF = (torch.float16, torch.bfloat16)
+_SIZES = ("batch", "heads", "seqlen_q", "seqlen_k")
+
+
+def attention_sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    aux: Sequence[torch.Tensor],
+    spec: AttentionSpec,
+    sizes: Sequence[int] = (),
+    *,
+    need_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eager form (`kernels.contract`), for specs that `lowering.support.supports_sdpa` accepts.
+
+    Raises:
+        DeclineSite: for an LSE, which SDPA does not return, and for scores that are not affine.
+    """
+    if need_lse:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA does not return the LSE")
+    make: Make = lambda function, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
+    lengths = dict(zip(_SIZES, (*q.shape[:3], k.shape[2]), strict=True))
+    out = _call(make, q, k, v, aux, spec, lengths, {f"size{i}": n for i, n in enumerate(sizes)}, None)
+    return bshd(out, q.dtype), no_lse(q)
+
+
+def build_sdpa(
+    graph: fx.Graph,
+    spec: AttentionSpec,
+    q: fx.Node,
+    k: fx.Node,
+    v: fx.Node,
+    aux: Sequence[fx.Node],
+    sizes: Sequence[fx.Node | int],
+    like: fx.Node,
+    memo: dict[Any, fx.Node] | None = None,
+) -> fx.Node:
+    """The node of the (B, Hq, Sq, Dv) result, added at the graph's insert point with all it needs.
+
+    Args:
+        q, k, v, aux, sizes: as in `patterns.match.AttentionMatch`, views applied; nodes carry `example_value`.
+        like: the node that is being replaced; new nodes take its source location.
+        memo: pass one dict per graph to share masks between sites that have the same program and tensors.
+
+    Raises:
+        DeclineSite: for scores that are not affine.
+    """
+    values = GraphValues(graph, like)
+    q_, k_, v_ = (values.wrap(n) for n in (q, k, v))
+    lengths = {name: values.length(n, dim) for name, n, dim in zip(_SIZES, (q, q, q, k), (0, 1, 2, 2), strict=True)}
+    numbers = {f"size{i}": values.number(n) for i, n in enumerate(sizes)}
+    sharing = (memo, values, aux, sizes)
+    with values.real_constants():
+        return _call(values.make, q_, k_, v_, [values.wrap(a) for a in aux], spec, lengths, numbers, sharing).node
+
+
+def _call(
+    make: Make, q: Any, k: Any, v: Any, aux: Sequence[Any], spec: AttentionSpec, lengths: dict[str, Any],
+    numbers: dict[str, Any], sharing: tuple | None,
+) -> Any:  # fmt: skip
+    known = facts(spec)
+    if known.slope is None or not known.slope.is_const or spec.sink is not None:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA needs a score of the form constant * score + bias")
+    options: dict[str, Any] = {"scale": float(spec.softmax_scale * known.slope.value)}
+    bias = None if known.bias is None or known.bias.is_const else known.bias  # a constant is the same for all keys
+    if bias is None and known.is_causal:
+        options["is_causal"] = True
+    elif bias is not None or not known.is_full:
+        options["attn_mask"] = _shared_mask(make, q, aux, spec, known, bias, lengths, numbers, sharing)
+    if not _same(q, k, 1):
+        options["enable_gqa"] = True
+    k, v = (t.expand(lengths["batch"], -1, -1, -1) if _is_one(t.size(0)) and not _same(q, t, 0) else t for t in (k, v))
+    return make(F.scaled_dot_product_attention, q, k, v, **options)
+
+
+def _shared_mask(
+    make: Make, q: Any, aux: Sequence[Any], spec: AttentionSpec, known: AttentionFacts, bias: Expr | None,
+    lengths: dict[str, Any], numbers: dict[str, Any], sharing: tuple | None,
+) -> Any:  # fmt: skip
+    build = lambda: _mask(make, q, aux, spec, bias, lengths, numbers)  # noqa: E731
+    if sharing is None or sharing[0] is None:
+        return build()
+    memo, values, aux_nodes, size_nodes = sharing
+    needed = {n: lengths[n] if isinstance(lengths[n], int) else str(values.value_of(lengths[n])) for n in _SIZES}
+    key = (
+        str(spec.keep),
+        str(bias),
+        spec.empty_row,
+        q.dtype,
+        q.device,
+        tuple(needed.values()),
+        tuple(aux_nodes),
+        tuple(size_nodes),
+    )
+    node = memo.get(key)
+    if node is None or not values.still_valid(node):
+        node = memo[key] = build().node
+    return values.wrap(node)
+
+
+def _mask(
+    make: Make, q: Any, aux: Sequence[Any], spec: AttentionSpec, bias: Expr | None, lengths: dict[str, Any], numbers: dict[str, Any]
+) -> Any:  # fmt: skip
+    """bool mask, or additive one where there is a bias or rows without keys must give the mean of V."""
+    used = spec.keep.free | (bias.free if bias is not None else frozenset())
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    env = Env(
+        _names(make, used, lengths, numbers, q.device),
+        [widened(t, s.kind, wide) for t, s in zip(aux, spec.aux, strict=True)],
+    )
+    keep = None if spec.keep is TRUE else _four_dims(make, evaluate(spec.keep, env), lengths, q.device)
+    mean = spec.empty_row is EmptyRow.MEAN and facts(spec).may_be_empty
+    if bias is None and not mean:
+        return keep
+    dtype = torch.float32 if q.dtype in _HALF and q.device.type == "cpu" else q.dtype
+    value = 0.0 if bias is None else evaluate(bias, env)
+    if keep is None:
+        return _four_dims(make, value, lengths, q.device).to(dtype)
+    fill = torch.finfo(dtype).min if mean else -torch.inf
+    if bias is None:
+        zero = make(torch.zeros, (), dtype=dtype, device=q.device)
+        return make(torch.where, keep, zero, fill)
+    return make(torch.where, keep, _four_dims(make, value, lengths, q.device).to(dtype), fill)
+
+
+def _names(
+    make: Make, used: frozenset[str], lengths: dict[str, Any], numbers: dict[str, Any], device: Any
+) -> dict[str, Any]:
+    """Index tensors of shape (B,1,1,1) ... (1,1,1,Sk) and lengths, as far as the program uses them."""
+    names: dict[str, Any] = {}
+    for axis, (name, length) in enumerate(zip(("b", "h", "q_idx", "kv_idx"), _SIZES, strict=True)):
+        if name in used:
+            shape = [1, 1, 1, 1]
+            shape[axis] = -1
+            names[name] = make(torch.reshape, make(torch.arange, lengths[length], device=device), shape)
+    named = {"seqlen_q": lengths["seqlen_q"], "seqlen_k": lengths["seqlen_k"], **numbers}
+    for name, value in named.items():
+        if name in used:
+            # torch functions take no two plain numbers, so a size that is known at run time only becomes a tensor
+            static = isinstance(value, int)
+            names[name] = value if static else make(torch.full, (), value, dtype=torch.int64, device=device)
+    return names
+
+
+def _four_dims(make: Make, value: Any, lengths: dict[str, Any], device: Any) -> Any:
+    """`value` with four dims, the last of which has seqlen_k entries (SDPA's kernels do not broadcast it)."""
+    if not isinstance(value, torch.Tensor | fx.Proxy):
+        value = make(torch.full, (1, 1, 1, 1), value, device=device)
+    if value.dim() < 4:
+        value = make(torch.reshape, value, (1,) * (4 - value.dim()) + tuple(value.shape))
+    return value.expand(-1, -1, -1, lengths["seqlen_k"]) if _is_one(value.size(3)) else value
+
+
+def _same(a: Any, b: Any, dim: int) -> bool:
+    """Whether two tensors or graph values surely agree in one dimension."""
+    sizes = [(t.example if isinstance(t, GraphValue) else t).shape[dim] for t in (a, b)]
+    return bool(statically_known_true(sizes[0] == sizes[1]))
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
