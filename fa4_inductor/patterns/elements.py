@@ -19,8 +19,8 @@ from torch import fx
 from fa4_inductor.capture.fx_view import SymScalar, shape_exprs
 from fa4_inductor.capture.shadow import Shadow
 from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.patterns.booleans import boolean_selection
 from fa4_inductor.patterns.indices import Index
-from fa4_inductor.patterns.masks import boolean_selection
 from fa4_inductor.patterns.rules_pointwise import POINTWISE_RULES, constant, kind_of, round_to
 from fa4_inductor.patterns.rules_tensors import TENSOR_RULES
 from fa4_inductor.patterns.rules_views import VIEW_RULES, broadcast
@@ -106,7 +106,9 @@ class Elements:
                 return self.value(*view(self.space.ranges, node, index))
             if rule is not None:
                 value = rule(self, node, index)
-                return self._collapsed(node, index, E.cast(value, kind_of(node.meta["val"].dtype)))
+                value = E.cast(value, kind_of(node.meta["val"].dtype))
+                value = boolean_selection(value) if value.kind is Kind.BOOL else value
+                return self._collapsed(node, index, value)
         except DeclineSite as refusal:
             if node in self._contracted or self.source_of(node) is None or refusal.reason is DeclineReason.MUTATION:
                 raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from fa4_inductor.patterns.booleans import boolean_selection
 from fa4_inductor.spec import expr as E
 from fa4_inductor.spec.attention import EmptyRow
 from fa4_inductor.spec.ops import Kind
@@ -163,28 +164,3 @@ _RULES = {
     "maximum": _peel_maximum,
     "to_float": _peel_cast,
 }
-
-
-def boolean_selection(e: E.Expr) -> E.Expr:
-    """(1 - float(m)) * c, where(m, 0, c) * x, ...: an expression of one bool and constants as where(m, c1, c0)."""
-    if e.kind is not Kind.FLOAT or e.is_const:
-        return e
-    bools: dict[E.Expr, None] = {}
-    stack = [e]
-    while stack:
-        node = stack.pop()
-        if node.kind is Kind.BOOL and not node.is_const:
-            bools[node] = None
-        elif node.op in ("load", "index", "size", "score"):
-            return e
-        else:
-            stack.extend(node.args)
-    if len(bools) != 1:
-        return e
-    (condition,) = bools
-    yes, no = (E.substitute(e, {condition: E.const(v)}) for v in (True, False))
-    if not (yes.is_const and no.is_const):
-        return e
-    if condition.op == "not_":
-        condition, yes, no = condition.args[0], no, yes
-    return E.call("where", condition, yes, no)

@@ -20,6 +20,7 @@ from fa4_inductor.errors import Declined, DeclineReason, DeclineSite
 from fa4_inductor.patterns.binding import GraphFacts, bind_match, check_escape
 from fa4_inductor.patterns.match import AttentionMatch, Site
 from fa4_inductor.patterns.product import Found, ProductSite, core_of, head_counts
+from fa4_inductor.patterns.sdpa import SdpaSite, read_call
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,24 @@ def _matcher_for(node: fx.Node) -> Callable[[_Search, fx.Node], AttentionMatch |
     name = target_name(node)
     if name in ops.CONTRACTIONS:
         return _match_product if has_softmax_above(node) else None
-    return None
+    return _match_sdpa if name in ops.SDPA else None
+
+
+def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:
+    call = read_call(node)
+    piece = backward_slice(call.tensors, node)
+    position = {n: i for i, n in enumerate(piece.nodes)}
+    settings = (call.is_causal, call.scale, call.enable_gqa, call.dtype, call.attn_mask is None, call.output_shape)
+    key = ("sdpa", settings, piece.key())
+
+    def read() -> Found:
+        shadow = search.shadow(piece, key)
+        nodes = {n: shadow.value[position[n]] for n in call.tensors}
+        return SdpaSite(call, shadow, nodes, source_of(shadow, -1)).match()
+
+    found = search.once(key, read)
+    assert found is not None
+    return bind_match(found, search.facts, node, lambda at: piece.nodes[at])
 
 
 def _match_product(search: _Search, node: fx.Node) -> AttentionMatch | None:

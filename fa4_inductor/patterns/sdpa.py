@@ -1,0 +1,174 @@
+"""torch.nn.functional.scaled_dot_product_attention with any mask, as torch documents it.
+
+Semantics (its documentation, torch 2.11 to 2.13): scale defaults to 1/sqrt(E); is_causal is aligned to the top left; a
+bool mask keeps where True and gives 0 for rows that keep nothing; a float mask is added.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fa4_inductor.capture.fx_view import example, shape_exprs
+from fa4_inductor.capture.shadow import Shadow
+from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.patterns import masks
+from fa4_inductor.patterns.elements import Elements
+from fa4_inductor.patterns.indices import Index
+from fa4_inductor.patterns.operands import BoundOperand, Steps, bind
+from fa4_inductor.patterns.product import Found, SourceOf
+from fa4_inductor.patterns.rules_pointwise import kind_of
+from fa4_inductor.patterns.rules_views import broadcast
+from fa4_inductor.patterns.space import Space
+from fa4_inductor.spec import AttentionSpec, AuxSpec
+from fa4_inductor.spec import expr as E
+from fa4_inductor.spec.ops import Kind
+
+_DEFAULTS = {
+    "query": None, "key": None, "value": None, "attn_mask": None,
+    "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
+}  # fmt: skip
+_SIGNATURE = inspect.Signature(
+    [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=d) for n, d in _DEFAULTS.items()]
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of one call; tensors as nodes."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    attn_mask: fx.Node | None
+    is_causal: bool
+    scale: float
+    enable_gqa: bool
+    dtype: torch.dtype
+    output_shape: tuple[sympy.Expr, ...]
+
+    @property
+    def tensors(self) -> tuple[fx.Node, ...]:
+        return tuple(n for n in (self.query, self.key, self.value, self.attn_mask) if n is not None)
+
+
+def read_call(node: fx.Node) -> Call:
+    """The arguments of an SDPA node.
+
+    Raises:
+        DeclineSite: DROPOUT, or an argument that is not a constant.
+    """
+    bound = _SIGNATURE.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    values = bound.arguments
+    for name in ("dropout_p", "is_causal", "scale", "enable_gqa"):
+        values[name] = _constant(name, values[name])
+    if values["dropout_p"] != 0:
+        raise DeclineSite(DeclineReason.DROPOUT, f"dropout_p={values['dropout_p']}")
+    depth = shape_exprs(example(values["query"]))[-1]
+    scale = values["scale"]
+    if scale is None:
+        if not depth.is_Integer:
+            raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"head_dim {depth} is not static")
+        scale = int(depth) ** -0.5
+    output = example(node)
+    return Call(
+        query=values["query"],
+        key=values["key"],
+        value=values["value"],
+        attn_mask=values["attn_mask"],
+        is_causal=bool(values["is_causal"]),
+        scale=float(scale),
+        enable_gqa=bool(values["enable_gqa"]),
+        dtype=output.dtype,
+        output_shape=shape_exprs(output),
+    )
+
+
+def _constant(name: str, value: Any) -> Any:
+    value = example(value) if isinstance(value, fx.Node) else value
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        e = value.node.expr
+        if not e.is_number and e not in (sympy.true, sympy.false):
+            raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"{name} is known at run time only")
+        return bool(e) if e in (sympy.true, sympy.false) else float(e)
+    return value
+
+
+class SdpaSite:
+    """One SDPA call on the shadow of its arguments."""
+
+    def __init__(self, call: Call, shadow: Shadow, nodes: dict[fx.Node, fx.Node], source_of: SourceOf) -> None:
+        self.call, self.nodes = call, nodes
+        *lead, seqlen_q, _ = call.output_shape
+        heads = lead[-1] if len(lead) > 1 else sympy.Integer(1)
+        self.batches = tuple(lead[:-1]) if len(lead) > 1 else tuple(lead)
+        seqlen_k = shape_exprs(example(call.key))[-2]
+        self.space = Space(sympy.Mul(*self.batches), heads, seqlen_q, seqlen_k)
+        self.ev = Elements(shadow, self.space, source_of)
+
+    def _lead(self, rank: int) -> Index:
+        """Index of the dimensions before (S, D) of a tensor of this rank, before broadcasting."""
+        batch = self.space.ranges.unmerge(self.space.b, self.batches) if self.batches else ()
+        full = (*batch, self.space.h) if len(self.call.output_shape) > 3 else batch
+        return full[max(len(full) - (rank - 2), 0) :]
+
+    def match(self) -> Found:
+        call, space = self.call, self.space
+        q = self._operand(call.query, space.q, "d", key=False)
+        k = self._operand(call.key, space.kv, "d", key=True)
+        v = self._operand(call.value, space.kv, "dv", key=True)
+        logits: E.Expr = E.score()
+        for factor in (*q.factors, *k.factors, E.const(call.scale)):
+            logits = E.call("mul", logits, factor)
+        if call.is_causal:
+            causal = E.call("le", space.to_expr(space.kv), space.to_expr(space.q))
+            logits = E.call("where", causal, logits, -float("inf"))
+        if call.attn_mask is not None:
+            logits = self._masked(logits, call.attn_mask)
+        half = call.dtype is torch.float16
+        parts = masks.split(logits, half=half, fills_are_zero=True, has_sink=False)
+        spec = AttentionSpec(
+            softmax_scale=1.0,
+            score=parts.score,
+            keep=parts.keep,
+            empty_row=parts.empty_row,
+            aux=tuple(AuxSpec(str(a.dtype).removeprefix("torch."), a.ndim) for a in self.ev.aux),
+            num_sizes=len(space.symbols),
+        )
+        return Found(spec, q, k, v, tuple(self.ev.aux), tuple(space.symbols), self._output_view(), None)
+
+    def _masked(self, logits: E.Expr, mask: fx.Node) -> E.Expr:
+        node = self.nodes[mask]
+        shape = shape_exprs(node.meta["val"])
+        index = broadcast((*self._lead(len(self.call.output_shape)), self.space.q, self.space.kv), shape)
+        value = self.ev.value(node, index)
+        if kind_of(node.meta["val"].dtype) is Kind.BOOL:
+            return E.call("where", self.space.simplify(value), logits, -float("inf"))
+        return logits + value
+
+    def _operand(self, node: fx.Node, position: sympy.Expr, feature: str, *, key: bool) -> BoundOperand:
+        """Bind q, k or v as SDPA reads it: batch dimensions broadcast, grouped heads with enable_gqa."""
+        shadowed = self.nodes[node]
+        shape = shape_exprs(shadowed.meta["val"])
+        lead = list(broadcast(self._lead(len(shape)), shape[:-2]))
+        if key and self.call.enable_gqa and len(shape) > 3 and shape[-3] != 1:
+            lead[-1] = self.space.ranges.div(self.space.h, sympy.cancel(self.space.heads / shape[-3]))
+        d = self.space.ranges.declare(feature, shape[-1])
+        at = (*lead, position if shape[-2] != 1 else sympy.Integer(0), d)
+        bound = bind(self.ev, shadowed, at, position, d, key=key, scaled=feature == "d")
+        if bound.dtype == self.call.dtype:
+            return bound
+        steps: Steps = (*bound.view, ("to", self.call.dtype))  # autocast
+        return BoundOperand(bound.source, steps, self.call.dtype, bound.heads, bound.factors)
+
+    def _output_view(self) -> Steps:
+        space, depth = self.space, self.call.output_shape[-1]
+        if self.call.output_shape == (space.batch, space.heads, space.seqlen_q, depth):
+            return ()
+        return (("reshape", self.call.output_shape),)
