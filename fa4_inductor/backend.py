@@ -130,7 +130,7 @@ def fuse(gm: fx.GraphModule, settings: Settings) -> list[tuple[fx.GraphModule, f
         for module_plan in plans:
             if any(outcome.fused for outcome in module_plan.outcomes):
                 saved.append((module_plan.module, copy.deepcopy(module_plan.module.graph)))
-                _splice(module_plan)
+                _splice(module_plan, settings)
         outcomes = [outcome for module_plan in plans for outcome in module_plan.outcomes]
     except RestartAnalysis:
         raise
@@ -145,7 +145,7 @@ def fuse(gm: fx.GraphModule, settings: Settings) -> list[tuple[fx.GraphModule, f
     return saved
 
 
-def _splice(module_plan: ModulePlan) -> None:
+def _splice(module_plan: ModulePlan, settings: Settings) -> None:
     splicer = Splicer(module_plan.module.graph)
     for index, (site, outcome) in enumerate(module_plan.decisions):
         if not outcome.fused:
@@ -155,6 +155,13 @@ def _splice(module_plan: ModulePlan) -> None:
             splicer.splice(site, outcome.implementation)
         except DeclineSite as refusal:
             module_plan.decisions[index] = (site, outcome.left(refusal.reason, refusal.detail))
+        except Exception as error:
+            if settings.strict:
+                raise
+            _warn_internal(f"rewriting {outcome.location}", error)
+            detail = f"{type(error).__name__}: {error}"
+            module_plan.decisions[index] = (site, outcome.left(DeclineReason.INTERNAL_ERROR, detail))
+    splicer.finish()
     module_plan.module.graph.lint()
     module_plan.module.recompile()
 
@@ -186,6 +193,10 @@ def _check_strict(outcomes: list[Outcome], settings: Settings) -> None:
 
 def _internal_error(what: str, error: Exception) -> None:
     log.count("declined.internal_error")
+    _warn_internal(what, error)
+
+
+def _warn_internal(what: str, error: Exception) -> None:
     _log.debug("internal error while %s", what, exc_info=error)
     cause = f"fa4 failed while {what} ({type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]})"
     log.warn_once(cause, 'The graph runs unfused; TORCH_LOGS="+fa4_inductor" shows the traceback to report')

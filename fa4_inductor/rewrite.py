@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.kernels.sdpa import build_sdpa
 from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep, apply_view
 from fa4_inductor.runtime.ops import ATTENTION
 
@@ -50,31 +51,41 @@ _LAYOUT_PASSES = {
 }  # fmt: skip
 
 
+_COPYING_STEPS = ("to", "reshape")
+
+
 class Splicer:
     """Replaces sites of one graph. Raises `DeclineSite` before it has changed anything that is in use."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
+        self._views: dict[tuple[fx.Node, tuple[ViewStep, ...]], fx.Node] = {}
+        self._masks: dict[Any, fx.Node] = {}
+        self._replaced: dict[fx.Node, fx.Node] = {}
+        self._roots: list[fx.Node] = []
 
     def splice(self, match: AttentionMatch, implementation: str) -> None:
         """Let `implementation` run the site. Raises `DeclineSite` when it cannot; the graph is then unchanged."""
-        if implementation == "sdpa":
-            raise NotImplementedError
-        self.replace_with_op(match, implementation)
-
-    def replace_with_op(self, match: AttentionMatch, implementation: str) -> None:
-        """One `fa4_inductor::attention` call in the place of `match.output`."""
-        self.replace(match, lambda q, k, v, aux, sizes: self._op_node(match, implementation, q, k, v, aux, sizes))
+        try:
+            if implementation == "sdpa":
+                self.replace(match, lambda *operands: self._sdpa_node(match, *operands))
+            else:
+                self.replace(match, lambda *operands: self._op_node(match, implementation, *operands))
+        except Exception:
+            # Nodes that this attempt shared with later sites are gone.
+            self._views.clear()
+            self._masks.clear()
+            raise
 
     def replace(self, match: AttentionMatch, build: Callable[..., fx.Node]) -> None:
         """`build(q, k, v, aux, sizes)` makes the node of the (B, Hq, Sq, Dv) result at the graph's insert point."""
         output, roots = match.output, match.output.all_input_nodes
         before = output.prev
         try:
-            with self.graph.inserting_before(output), fake_mode_of(output):
+            with self.graph.inserting_before(output), fake_mode_of(output), torch.no_grad():
                 q, k, v = (self._operand(o, output) for o in (match.q, match.k, match.v))
                 aux = [self._operand(o, output) for o in match.aux]
-                result = build(q, k, v, aux, list(match.sizes))
+                result = build(q, k, v, aux, [self._replaced.get(n, n) for n in match.sizes])
                 result = self._restore(self._view(result, match.output_view, output), match)
         except Exception:
             while output.prev is not before:
@@ -83,7 +94,18 @@ class Splicer:
         result.meta = dict(output.meta)
         output.replace_all_uses_with(result)
         self.graph.erase_node(output)
-        self._erase_dead(roots)
+        self._replaced[output] = result
+        self._roots.extend(roots)
+
+    def finish(self) -> None:
+        """Erase what fed the replaced sites, nobody uses and is pure. Last, since a site may name nodes of another."""
+        pending = list(dict.fromkeys(self._roots))
+        while pending:
+            node = pending.pop()
+            if node._erased or node.users or not is_pure(node):
+                continue
+            pending.extend(node.all_input_nodes)
+            self.graph.erase_node(node)
 
     def call(self, kind: str, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         """A node with its fake value, and the source location of `like`."""
@@ -107,15 +129,26 @@ class Splicer:
         aux: list[fx.Node],
         sizes: list[Any],
     ) -> fx.Node:
-        with torch.no_grad():
-            args = (q, k, v, aux, match.spec.text, sizes, implementation)
-            return self.call("call_function", ATTENTION, args, match.output)
+        args = (q, k, v, aux, match.spec.text, sizes, implementation)
+        return self.call("call_function", ATTENTION, args, match.output)
+
+    def _sdpa_node(
+        self, match: AttentionMatch, q: fx.Node, k: fx.Node, v: fx.Node, aux: list[fx.Node], sizes: list[Any]
+    ) -> fx.Node:
+        return build_sdpa(self.graph, match.spec, q, k, v, aux, sizes, match.output, self._masks)
 
     def _operand(self, operand: Operand, like: fx.Node) -> fx.Node:
-        node = self._view(operand.node, operand.view, like)
-        value = value_of(node)
-        # The site needs no gradient (checked before), so one that an operand could carry was cut somewhere inside it.
-        return self.call("call_method", "detach", (node,), like) if value.requires_grad else node
+        """The operand's view, shared with earlier sites when it moves no data (a copy could be outdated)."""
+        key = (operand.node, operand.view)
+        if key not in self._views:
+            node = self._view(self._replaced.get(operand.node, operand.node), operand.view, like)
+            # The site needs no gradient (checked before): one that an operand could carry was cut inside it.
+            if value_of(node).requires_grad:
+                node = self.call("call_method", "detach", (node,), like)
+            if any(step[0] in _COPYING_STEPS for step in operand.view):
+                return node
+            self._views[key] = node
+        return self._views[key]
 
     def _view(self, node: fx.Node, steps: tuple[ViewStep, ...], like: fx.Node) -> fx.Node:
         for name, *args in steps:
@@ -146,16 +179,6 @@ class Splicer:
                 if args != [list(range(len(order)))]:
                     result = self.call("call_method", name, (result, *args), output)
         return result
-
-    def _erase_dead(self, roots: list[fx.Node]) -> None:
-        """Erase those of `roots`, and of what only they used, that are unused and pure. Inputs and attributes stay."""
-        pending = list(roots)
-        while pending:
-            node = pending.pop()
-            if node._erased or node.users or not is_pure(node):
-                continue
-            pending.extend(node.all_input_nodes)
-            self.graph.erase_node(node)
 
 
 def value_of(node: fx.Node) -> Any:

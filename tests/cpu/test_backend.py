@@ -12,6 +12,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnaly
 from torch.utils.checkpoint import checkpoint
 
 from fa4_inductor import backend, log
+from fa4_inductor.rewrite import Splicer
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = {"fa4.implementation": "reference"}
@@ -68,6 +69,38 @@ def test_under_inductor():
         out = compiled(lambda q, k, v: attention(q, k, v).transpose(1, 2).flatten(2))(*args)
         torch.testing.assert_close(out, attention(*args).transpose(1, 2).flatten(2))
     assert log.counters() == {"found": 1, "matched": 1, "fused": 1}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "auto"])
+def test_sdpa_takes_the_place_of_eager_attention_on_the_cpu(uncompiled, implementation):
+    args = qkv()
+    with torch.no_grad():
+        out = compiled(lambda q, k, v: attention(q, k, v), {"fa4.implementation": implementation})(*args)
+        torch.testing.assert_close(out, attention(*args))
+    ((gm, _),) = uncompiled
+    (call,) = (n for n in gm.graph.nodes if "scaled_dot_product" in str(n.target))
+    assert call.kwargs["is_causal"] and "softmax" not in gm.code
+
+
+def test_a_site_may_feed_the_next_one_directly(uncompiled):
+    f = lambda q, k, v: attention(attention(q, k, v), k, attention(v, k, q))
+    args = qkv()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(f)(*args), f(*args))
+    assert log.counters()["fused"] == 3 and "softmax" not in uncompiled[0][0].code
+
+
+def test_sites_share_one_mask(uncompiled):
+    def f(q, k, v, mask):
+        fill = torch.where(mask[:, None, None, :], 0.0, torch.finfo(q.dtype).min)
+        x = torch.softmax(q @ k.transpose(2, 3) + fill, -1) @ v
+        return torch.softmax(x @ k.transpose(2, 3) + fill, -1) @ v
+
+    args = [*qkv(), torch.tensor([[True] * 6, [True] * 4 + [False] * 2])]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(f, {"fa4.implementation": "sdpa"})(*args), f(*args))
+    calls = [n for n in uncompiled[0][0].graph.nodes if "scaled_dot_product" in str(n.target)]
+    assert len(calls) == 2 and calls[0].kwargs["attn_mask"] is calls[1].kwargs["attn_mask"]
 
 
 def test_dynamic_lengths_share_one_graph(uncompiled):
@@ -188,8 +221,8 @@ def test_a_bug_of_ours_is_an_error_in_strict_mode(uncompiled, monkeypatch):
 def test_a_half_done_rewrite_is_undone(uncompiled, monkeypatch):
     splice = backend._splice
 
-    def splice_then_fail(plan):
-        splice(plan)
+    def splice_then_fail(plan, settings):
+        splice(plan, settings)
         raise ZeroDivisionError("bug")
 
     monkeypatch.setattr(backend, "_splice", splice_then_fail)
@@ -198,6 +231,22 @@ def test_a_half_done_rewrite_is_undone(uncompiled, monkeypatch):
         torch.testing.assert_close(compiled(attention)(*args), attention(*args))
     (gm, _) = uncompiled[0]
     assert not ops_in(gm) and "softmax" in gm.code
+
+
+def test_a_site_whose_rewrite_fails_does_not_take_the_others_along(uncompiled, monkeypatch, caplog):
+    replace, calls = Splicer.replace, []
+
+    def fails_once(self, match, build):
+        calls.append(match)
+        replace(self, match, build if len(calls) > 1 else raising(ZeroDivisionError("bug")))
+
+    monkeypatch.setattr(Splicer, "replace", fails_once)
+    f = lambda q, k, v: attention(attention(q, k, v), k, v)
+    args = qkv()
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="fa4_inductor"):
+        torch.testing.assert_close(compiled(f)(*args), f(*args))
+    assert len(calls) == 2 and log.counters()["fused"] == 1 and log.counters()["declined.internal_error"] == 1
+    assert len(caplog.records) == 1 and "ZeroDivisionError" in caplog.text
 
 
 def test_a_rewrite_that_inductor_cannot_compile_is_undone(monkeypatch, caplog):

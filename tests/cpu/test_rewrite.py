@@ -48,7 +48,9 @@ def match_of(gm, output="matmul", *, q="q", k="k", v="v", view=(), out_view=(), 
 
 
 def replace(gm, **kwargs):
-    Splicer(gm.graph).replace_with_op(match_of(gm, **kwargs), "reference")
+    splicer = Splicer(gm.graph)
+    splicer.splice(match_of(gm, **kwargs), "reference")
+    splicer.finish()
 
 
 def eager(q, k, v):
