@@ -123,8 +123,14 @@ def _shared_mask(
 
 
 def _mask(
-    make: Make, q: Any, aux: Sequence[Any], spec: AttentionSpec, bias: Expr | None, lengths: dict[str, Any], numbers: dict[str, Any]
-) -> Any:  # fmt: skip
+    make: Make,
+    q: Any,
+    aux: Sequence[Any],
+    spec: AttentionSpec,
+    bias: Expr | None,
+    lengths: dict[str, Any],
+    numbers: dict[str, Any],
+) -> Any:
     """bool mask, or additive one where there is a bias or rows without keys must give the mean of V."""
     used = spec.keep.free | (bias.free if bias is not None else frozenset())
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fa4_inductor.analysis import facts
@@ -34,11 +34,23 @@ CASES = {  # spec, options of the SDPA call, shape of the mask
     "bottom right": (spec_of(keep="kv_idx <= q_idx + (seqlen_k - seqlen_q)"), {"attn_mask"}, (1, 1, SQ, SK)),
     "padding": (spec_of(keep="aux0[b, kv_idx]", aux="bool[2]"), {"attn_mask"}, (B, 1, 1, SK)),
     "rows": (spec_of(keep="q_idx < size0", sizes=1), {"attn_mask"}, (1, 1, SQ, SK)),
-    "padding mean": (spec_of(keep="aux0[b, kv_idx] & (kv_idx <= q_idx)", aux="bool[2]", empty_row="mean"), {"attn_mask"}, (B, 1, SQ, SK)),
-    "alibi": (spec_of("score + aux0[h] * float(kv_idx - q_idx)", "kv_idx <= q_idx", "float32[1]"), {"attn_mask"}, (1, HQ, SQ, SK)),
+    "padding mean": (
+        spec_of(keep="aux0[b, kv_idx] & (kv_idx <= q_idx)", aux="bool[2]", empty_row="mean"),
+        {"attn_mask"},
+        (B, 1, SQ, SK),
+    ),
+    "alibi": (
+        spec_of("score + aux0[h] * float(kv_idx - q_idx)", "kv_idx <= q_idx", "float32[1]"),
+        {"attn_mask"},
+        (1, HQ, SQ, SK),
+    ),
     "half bias": (spec_of("score + aux0[h, q_idx, kv_idx] * 3.0", aux="bfloat16[3]"), {"attn_mask"}, (1, HQ, SQ, SK)),
     "key bias": (spec_of("score - float(aux0[kv_idx])", aux="uint8[1]"), {"attn_mask"}, (1, 1, 1, SK)),
-    "bias mean": (spec_of("score + aux0[h] * float(kv_idx)", "q_idx < size0", "float32[1]", 1, "mean"), {"attn_mask"}, (1, HQ, SQ, SK)),
+    "bias mean": (
+        spec_of("score + aux0[h] * float(kv_idx)", "q_idx < size0", "float32[1]", 1, "mean"),
+        {"attn_mask"},
+        (1, HQ, SQ, SK),
+    ),
     "nothing": (spec_of(keep="False"), {"attn_mask"}, (1, 1, 1, SK)),
 }  # fmt: skip
 
