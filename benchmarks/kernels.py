@@ -75,6 +75,11 @@ def program_cases() -> list[Case]:
     return [Case(d, 8192, name, 16, 16, 2) for d in (128, 64) for name in names]
 
 
+def dims_cases() -> list[Case]:
+    """The other head dims, 16k tokens."""
+    return [Case(d, 4096, program, 16, 16, 4) for d in (80, 96, 192, 256) for program in ("plain", "causal")]
+
+
 def kernel_job(case: Case) -> tuple[str, str, int, int, int, bool]:
     return case.program, "bfloat16", case.head_dim, case.head_dim, case.heads // case.kv_heads, False
 
@@ -268,16 +273,17 @@ def parse_variants(text: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=("forward", "programs"), default="forward")
+    parser.add_argument("--suite", choices=("forward", "programs", "dims"), default="forward")
     parser.add_argument("--peers", default="fa4,cudnn", help="comma separated, or all, or none")
     parser.add_argument("--sizes", default="", help="only these head_dim:seqlen pairs, comma separated")
     parser.add_argument("--variants", default="", help="further configurations of ours")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budget-ms", type=float, default=15.0)
     parser.add_argument("--export", default="", help="only build the kernels into this folder (no GPU needed)")
+    parser.add_argument("--workers", type=int, default=2, help="processes that build, with --export")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
-    cases = forward_cases() if args.suite == "forward" else program_cases()
+    cases = {"forward": forward_cases, "programs": program_cases, "dims": dims_cases}[args.suite]()
     if args.sizes:
         wanted = {tuple(map(int, pair.split(":"))) for pair in args.sizes.split(",")}
         cases = [c for c in cases if (c.head_dim, c.seqlen) in wanted]
@@ -286,7 +292,7 @@ def main() -> None:
         import prebuilt
 
         jobs = {(*kernel_job(c), tuple(v.items())) for c in cases for v in variants}
-        print(len(prebuilt.export_all(args.export, sorted(jobs, key=repr))), "kernels in", args.export)
+        print(len(prebuilt.export_all(args.export, sorted(jobs, key=repr), args.workers)), "kernels in", args.export)
         return
     import torch
 

@@ -18,9 +18,6 @@ class KernelConfig:
         order_warpgroups: let the consumer warpgroups take turns issuing wgmma, so that one runs its softmax while
             another feeds the tensor cores (ping-pong).
         optimistic_max: fix the softmax shift after the masked tiles and verify at the end; bf16 only.
-        persistent: CTAs loop over tiles instead of one CTA per tile.
-        cta_per_sm: resident CTAs per SM that the persistent grid assumes.
-        longest_first: issue query tiles from the last to the first (causal work grows with the row).
 
     Raises:
         ValueError: for a combination the kernel cannot be built with.
@@ -31,9 +28,6 @@ class KernelConfig:
     num_stages: int = 2
     order_warpgroups: bool = True
     optimistic_max: bool = True
-    persistent: bool = True
-    cta_per_sm: int = 1
-    longest_first: bool = True
 
     def __post_init__(self) -> None:
         if self.num_consumers not in (1, 2, 3):

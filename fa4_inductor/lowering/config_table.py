@@ -12,12 +12,17 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 # (head_dim, head_dim_v) -> config, padded dims
 _SM90: dict[tuple[int, int], KernelConfig] = {
-    (64, 64): KernelConfig(num_consumers=3, tile_n=128, num_stages=2),
+    (64, 64): KernelConfig(num_consumers=2, tile_n=128, num_stages=4),
     (96, 96): KernelConfig(num_consumers=2, tile_n=128, num_stages=2),
     (128, 128): KernelConfig(num_consumers=2, tile_n=128, num_stages=2),
     (192, 128): KernelConfig(num_consumers=2, tile_n=128, num_stages=2, order_warpgroups=False),
     (192, 192): KernelConfig(num_consumers=2, tile_n=96, num_stages=2, order_warpgroups=False),
     (256, 256): KernelConfig(num_consumers=2, tile_n=80, num_stages=2, order_warpgroups=False),
+}
+
+# where every key is kept and the score is plain: registers are free for a third consumer warpgroup
+_SM90_PLAIN: dict[tuple[int, int], KernelConfig] = {
+    (64, 64): KernelConfig(num_consumers=3, tile_n=128, num_stages=2),
 }
 
 
@@ -26,18 +31,19 @@ def padded_head_dim(head_dim: int) -> int:
     return 96 if head_dim == 80 else head_dim
 
 
-def select_config(head_dim: int, head_dim_v: int, masked: bool) -> KernelConfig | None:
+def select_config(head_dim: int, head_dim_v: int, masked: bool, plain: bool = True) -> KernelConfig | None:
     """Configuration for these head dims, or None where the kernel does not support them.
 
     Args:
         head_dim, head_dim_v: of the user's tensors.
         masked: whether the program has a keep expression that is not constant True.
+        plain: whether its score is exactly `score`.
     """
     if head_dim not in HEAD_DIMS or head_dim_v not in HEAD_DIMS:
         return None
-    d, dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
-    exact = _SM90.get((d, dv))
-    if exact is not None:
-        return exact
-    widest = max(d, dv)
-    return _SM90[(widest, widest)]
+    dims = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    if plain and not masked and dims in _SM90_PLAIN:
+        return _SM90_PLAIN[dims]
+    if dims in _SM90:
+        return _SM90[dims]
+    return _SM90[(max(dims), max(dims))]

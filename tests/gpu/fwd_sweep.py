@@ -34,7 +34,7 @@ def jobs() -> list[Job]:
     table.append(("causal", "bfloat16", 128, 64, 3, False, ()))
     table.append(("padding", "bfloat16", 80, 80, 1, True, ()))
     table.append(("sink_window", "bfloat16", 256, 256, 8, True, ()))
-    table.append(("causal", "bfloat16", 128, 128, 1, True, (("persistent", False),)))
+    table.append(("causal", "bfloat16", 128, 128, 1, True, (("optimistic_max", False),)))
     table.append(("causal", "bfloat16", 128, 128, 1, True, (("num_consumers", 1), ("tile_n", 64))))
     return table
 
@@ -82,7 +82,7 @@ def sweep(workers: int, per_job: int, seed: int) -> tuple[int, list[str]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--per-job", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

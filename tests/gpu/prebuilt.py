@@ -32,7 +32,7 @@ def resolve_config(name: str, d: int, dv: int, overrides: Any) -> Any:
     from fa4_inductor.lowering.config_table import select_config
 
     program = cases.load_program(name)
-    config = select_config(d, dv, program.MASKED)
+    config = select_config(d, dv, program.MASKED, program.PLAIN)
     assert config is not None
     return dataclasses.replace(config, **dict(overrides))
 

@@ -77,8 +77,11 @@ class Consumer(TraceObject):
 
     def scores(self, n: Int32, at, mask: bool) -> None:
         """Turn the raw S of key tile n into program scores."""
-        kv_first = n * self.fwd.config.tile_n + fragment.thread_column(self.lane)
+        tile_n = self.fwd.config.tile_n
+        kv_first = n * tile_n + fragment.thread_column(self.lane)
         self.softmax.apply_program(self.s, self.ctx, at.b, at.h, at.q_rows, kv_first, at.u, at.rows, mask)
+        if mask:
+            self.softmax.mask_edge(self.s, kv_first, (n + 1) * tile_n, self.ctx.seqlen_k)
 
     def first(self, at, n: Int32, index: Int32, phase: Int32) -> None:
         """First key tile of a query tile: S, softmax, P; its PV is left to the next step."""
@@ -151,22 +154,21 @@ class TileCoordinates(TraceObject):
 
 
 @cute.jit
-def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, grid: cutlass.Constexpr, store: cutlass.Constexpr):
+def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, order: cutlass.Constexpr, store: cutlass.Constexpr):
     """Main loop of a consumer warpgroup, over the same rounds as the producer."""
     fwd, ctx = consumer.fwd, consumer.ctx
     consumer.order_init()
     index, phase, q_phase = Int32(0), Int32(0), Int32(0)
-    step, limit = Int32(0), grid.rounds
+    step, limit = Int32(0), order.rounds
     while step < limit:
-        again = step >= grid.rounds
+        again = step >= order.rounds
         round_ = step
         todo = Boolean(True)
         if cutlass.const_expr(redo.enabled):
-            round_ = ops.select(again, step - grid.rounds, step)
-            todo = redo.marked(round_) | (step < grid.rounds)
-        tile = grid.tile(round_)
-        if (tile < grid.num_tiles) & todo:
-            m_tile, h, b = grid.decode(tile)
+            round_ = ops.select(again, step - order.rounds, step)
+            todo = redo.marked(round_) | (step < order.rounds)
+        exists, m_tile, h, b = order.tile(round_)
+        if exists & todo:
             q_lo = m_tile * fwd.config.tile_m
             q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
             keys = key_tiles(fwd.program, ctx, b, h, q_lo, q_hi, fwd.config.tile_n, again)
@@ -187,8 +189,8 @@ def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, grid: cutlass.
             store(consumer, at)
         step += 1
         if cutlass.const_expr(redo.enabled):
-            if step == grid.rounds:
+            if step == order.rounds:
                 consumer.release(redo.bar)
                 if redo.wait():
-                    limit = 2 * grid.rounds
+                    limit = 2 * order.rounds
     store.drain(consumer)

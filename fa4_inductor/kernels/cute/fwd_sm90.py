@@ -21,7 +21,7 @@ from fa4_inductor.kernels.cute.producer import Barriers, RingLoad, produce
 from fa4_inductor.kernels.cute.program import Program, ProgramContext
 from fa4_inductor.kernels.cute.redo import MAX_ROUNDS, REDO_WORDS, RedoList
 from fa4_inductor.kernels.cute.static import TraceObject
-from fa4_inductor.kernels.cute.tiles import decode_tile
+from fa4_inductor.kernels.cute.tiles import TileOrder
 
 _REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}  # consumer, producer; by number of consumer warpgroups
 _L2_BYTES_FOR_KV = 24 << 20  # K and V of one section of heads should stay in L2 (50 MB on H100 and H200)
@@ -38,28 +38,6 @@ def _transposed(tensor: cute.Tensor) -> cute.Tensor:
     """(n, d, stage) seen as (d, n, stage)."""
     n, d, stages = tensor.shape
     return cute.composition(tensor, cute.make_ordered_layout((d, n, stages), order=(1, 0, 2)))
-
-
-class Grid(TraceObject):
-    """The tiles of one CTA: in round i it takes one of the tiles [i * width, (i + 1) * width), width being the grid size.
-
-    Odd rounds are mirrored, so that with tiles sorted by length no CTA always gets the longer ones.
-    """
-
-    def __init__(self, fwd, num_m, num_heads, num_bh, section):
-        self.num_m, self.num_heads, self.num_bh, self.section = num_m, num_heads, num_bh, section
-        self.longest_first = fwd.config.longest_first
-        self.cta, _, _ = cute.arch.block_idx()
-        self.width, _, _ = cute.arch.grid_dim()
-        self.num_tiles = num_m * num_bh
-        self.rounds = (self.num_tiles + self.width - 1) // self.width
-
-    def tile(self, i: Int32) -> Int32:
-        """Tile number of round i; at least num_tiles where the last round has none for this CTA."""
-        return i * self.width + ops.select(i % 2 == 1, self.width - 1 - self.cta, self.cta)
-
-    def decode(self, tile):
-        return decode_tile(tile, self.num_m, self.num_heads, self.num_bh, self.section, self.longest_first)
 
 
 class Tma(TraceObject):
@@ -198,10 +176,8 @@ class FwdSm90:
         section = ops.imax(Int32(_L2_BYTES_FOR_KV) // kv_bytes, 1) * self.group
         section = ops.imin(section, num_bh)
         num_tiles = num_m * num_bh
-        grid = num_tiles
-        if cutlass.const_expr(self.config.persistent):
-            grid = ops.imin(num_tiles, Int32(self.num_sms * self.config.cta_per_sm))
-            grid = ops.imax(grid, (num_tiles + MAX_ROUNDS - 1) // MAX_ROUNDS)
+        grid = ops.imin(num_tiles, Int32(self.num_sms))
+        grid = ops.imax(grid, num_tiles // (MAX_ROUNDS - 8) + 1)
         self.kernel(
             tma_q.atom,
             tma_q.tma_tensor,
@@ -263,19 +239,21 @@ class FwdSm90:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         smem = self._smem_tensors(storage)
-        ctx = ProgramContext(aux, sizes, seqlen_q, seqlen_k)
-        grid = Grid(self, num_m, num_heads, num_bh, section)
+        ctx = ProgramContext(aux, sizes, seqlen_q, seqlen_k, softmax_scale)
+        cta, _, _ = cute.arch.block_idx()
+        width, _, _ = cute.arch.grid_dim()
+        order = TileOrder(num_m, num_heads, num_bh, section, cta, width)
         consumer_registers, producer_registers = _REGISTERS[config.num_consumers]
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
-                produce(self, ctx, bars, redo, grid, Tma(self, smem, (atom_q, m_q), (atom_k, m_k), (atom_v, m_v)))
+                produce(self, ctx, bars, redo, order, Tma(self, smem, (atom_q, m_q), (atom_k, m_k), (atom_v, m_v)))
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             tidx, _, _ = cute.arch.thread_idx()
             wg = cute.arch.make_warp_uniform(tidx // 128 - 1)
             consumer = Consumer(self, ctx, bars, smem, softmax_scale, wg, tidx % 128)
-            consume(consumer, redo, grid, OutputStore(atom_o, m_o, smem.o[None, None, wg], lse, v_mean))
+            consume(consumer, redo, order, OutputStore(atom_o, m_o, smem.o[None, None, wg], lse, v_mean))
 
     def _smem_tensors(self, storage) -> SimpleNamespace:
         layouts = self.layouts()

@@ -84,7 +84,7 @@ def produce(
     ctx: cutlass.Constexpr,
     bars: cutlass.Constexpr,
     redo: cutlass.Constexpr,
-    grid: cutlass.Constexpr,
+    order: cutlass.Constexpr,
     tma: cutlass.Constexpr,
 ):
     """Main loop of the producer warp over the rounds of this CTA, and again over the rounds marked for redoing.
@@ -93,17 +93,16 @@ def produce(
     """
     slabs = cutlass.const_expr(fwd.config.num_consumers)
     index, phase, q_phase = Int32(0), Int32(0), Int32(0)
-    step, limit = Int32(0), grid.rounds
+    step, limit = Int32(0), order.rounds
     while step < limit:
-        again = step >= grid.rounds
+        again = step >= order.rounds
         round_ = step
         todo = Boolean(True)
         if cutlass.const_expr(redo.enabled):
-            round_ = ops.select(again, step - grid.rounds, step)
-            todo = redo.marked(round_) | (step < grid.rounds)
-        tile = grid.tile(round_)
-        if (tile < grid.num_tiles) & todo:
-            m_tile, h, b = grid.decode(tile)
+            round_ = ops.select(again, step - order.rounds, step)
+            todo = redo.marked(round_) | (step < order.rounds)
+        exists, m_tile, h, b = order.tile(round_)
+        if exists & todo:
             q_lo = m_tile * fwd.config.tile_m
             q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
             keys = key_tiles(fwd.program, ctx, b, h, q_lo, q_hi, fwd.config.tile_n, again)
@@ -116,6 +115,6 @@ def produce(
                 index, phase = load_keys(fwd, bars, load_k, load_v, keys, index, phase)
         step += 1
         if cutlass.const_expr(redo.enabled):
-            if step == grid.rounds:
+            if step == order.rounds:
                 if redo.wait():
-                    limit = 2 * grid.rounds
+                    limit = 2 * order.rounds

@@ -13,9 +13,13 @@ class ProgramContext(TraceObject):
         aux: tuple of cute tensors in global memory (bool tensors arrive as uint8).
         sizes: tuple of Int32.
         seqlen_q, seqlen_k: Int32, rows of q and of k.
+        softmax_scale: Float32.
     """
 
-    def __init__(self, aux: tuple | None, sizes: tuple | None, seqlen_q: Int32, seqlen_k: Int32):
+    def __init__(
+        self, aux: tuple | None, sizes: tuple | None, seqlen_q: Int32, seqlen_k: Int32, softmax_scale: Float32
+    ):
+        self.softmax_scale = softmax_scale
         self.aux = aux or ()
         self.sizes = sizes or ()
         self.seqlen_q = seqlen_q
@@ -27,6 +31,8 @@ class Program(TraceObject):
 
     `uniform`, `row` and `column` may be missing (no such values); `kv_range` and `kv_full` may be missing for a program
     that is not MASKED; `score` for a PLAIN one; `sink` without HAS_SINK.
+    RAW_SCORE (optional, False): `score` receives q.k without the scale and multiplies by ctx.softmax_scale itself, so that
+    it can fold the scale into its own constants (once, in `uniform`).
     """
 
     def __init__(self, module: ModuleType):
@@ -37,6 +43,7 @@ class Program(TraceObject):
         self.empty_row: str = module.EMPTY_ROW
         self.may_be_empty: bool = module.MAY_BE_EMPTY
         self.bound_log2: float | None = module.BOUND_LOG2
+        self.raw_score: bool = getattr(module, "RAW_SCORE", False)
 
     @property
     def needs_v_mean(self) -> bool:
@@ -56,6 +63,9 @@ class Program(TraceObject):
         return () if fn is None else fn(ctx, b, h, kv_idx, u)
 
     def score(self, ctx: ProgramContext, s: Float32, b, h, q_idx, kv_idx, u, r, c) -> Float32:
+        """Score in log2 units of the raw product s."""
+        if not self.raw_score:
+            s = s * ctx.softmax_scale
         return Float32(self.module.score(ctx, s, b, h, q_idx, kv_idx, u, r, c))
 
     def keep(self, ctx: ProgramContext, b, h, q_idx, kv_idx, u, r, c) -> Boolean:

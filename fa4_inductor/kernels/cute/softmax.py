@@ -25,7 +25,6 @@ class Softmax(TraceObject):
 
     def __init__(self, program: Program, softmax_scale: Float32):
         self.program = program
-        self.softmax_scale = softmax_scale
         # score * unit is in base-2 units
         self.unit = softmax_scale * ops.LOG2_E if program.plain else Float32(1.0)
         self.row_max = cute.make_rmem_tensor((fragment.ROWS,), Float32)
@@ -45,30 +44,34 @@ class Softmax(TraceObject):
         Args:
             q_rows: q_idx of the thread's two rows. kv_first: kv_idx of its first column.
             u, rows: values of `uniform`, and of `row` for both rows.
-            mask: evaluate keep and the kv_idx < seqlen_k test.
+            mask: evaluate keep.
         """
         program = self.program
+        mask = mask and program.masked
         if program.plain and not mask:
             return
         s = fragment.flat(scores)
         for col in range(cute.size(s) // fragment.ROWS):
             first = 4 * (col >> 1) + (col & 1)
             kv_idx = kv_first + fragment.column_of(first)
-            c = ()
-            if not program.plain or program.masked:
-                c = program.column(ctx, b, h, kv_idx, u)
-            inside = kv_idx < ctx.seqlen_k if mask else None
+            c = program.column(ctx, b, h, kv_idx, u)
             for r in range(fragment.ROWS):
                 i = first + 2 * r
                 value = s[i]
                 if not program.plain:
-                    value = program.score(ctx, value * self.softmax_scale, b, h, q_rows[r], kv_idx, u, rows[r], c)
+                    value = program.score(ctx, value, b, h, q_rows[r], kv_idx, u, rows[r], c)
                 if mask:
-                    keep = inside
-                    if program.masked:
-                        keep = keep & program.keep(ctx, b, h, q_rows[r], kv_idx, u, rows[r], c)
+                    keep = program.keep(ctx, b, h, q_rows[r], kv_idx, u, rows[r], c)
                     value = ops.select(keep, value, -Float32.inf)
                 s[i] = value
+
+    @cute.jit
+    def mask_edge(self, scores: cute.Tensor, kv_first: Int32, tile_end: Int32, seqlen_k: Int32):
+        """-inf for the columns at and behind seqlen_k; a branch, since few tiles have any."""
+        if tile_end > seqlen_k:
+            s = fragment.flat(scores)
+            for i in cutlass.range_constexpr(cute.size(s)):
+                s[i] = ops.select(kv_first + fragment.column_of(i) < seqlen_k, s[i], -Float32.inf)
 
     def shift(self, scores: cute.Tensor) -> Boolean:
         """Move row_max to cover these scores; returns whether O has to be multiplied by `factor` (warp-uniform)."""

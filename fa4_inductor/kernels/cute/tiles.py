@@ -3,31 +3,57 @@
 Everything here is scalar Int32 arithmetic that the producer warp and the consumer warpgroups both evaluate; they must agree.
 """
 
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from fa4_inductor.kernels.cute import ops
 from fa4_inductor.kernels.cute.program import Program, ProgramContext
 from fa4_inductor.kernels.cute.static import TraceObject
 
 
-def decode_tile(
-    tile: Int32, num_m: Int32, num_heads: Int32, num_bh: Int32, section: Int32, longest_first: bool
-) -> tuple[Int32, Int32, Int32]:
-    """(m_tile, h, b) of a linear tile number.
+class TileOrder(TraceObject):
+    """Which query tiles a CTA computes, and in which order.
 
-    (b, h) pairs are cut into sections whose K and V fit in L2 together; inside a section all pairs of one m_tile come
-    first. With `longest_first` m_tile descends, so that causal work is issued from long to short.
+    A long tile and a short one of the same head, m and num_m - 1 - m, form a pair: pairs cost the same under causal
+    masks as under none, so dealing them out evenly balances the CTAs without any run-time counter. The last pairs are
+    dealt out as single tiles, long ones first, in rounds of alternating direction, so that no CTA waits for a whole pair.
+
+    (b, h) are cut into sections whose K and V fit in L2 together; a section is finished before the next one starts.
+
+    Args:
+        num_m: query tiles per (b, h). num_heads: of q. num_bh: batch * num_heads. section: (b, h) per section.
+        cta, width: this CTA and the number of CTAs.
     """
-    per_section = num_m * section
-    first_bh = tile // per_section * section
-    inside = tile - first_bh * num_m
-    width = ops.imin(section, num_bh - first_bh)
-    m_tile = inside // width
-    bh = first_bh + inside - m_tile * width
-    if longest_first:
-        m_tile = num_m - 1 - m_tile
-    b = bh // num_heads
-    return m_tile, bh - b * num_heads, b
+
+    def __init__(self, num_m: Int32, num_heads: Int32, num_bh: Int32, section: Int32, cta: Int32, width: Int32):
+        self.num_m, self.num_heads, self.num_bh, self.section = num_m, num_heads, num_bh, section
+        self.cta, self.width = cta, width
+        self.num_pairs = (num_m + 1) // 2
+        pairs = self.num_pairs * num_bh
+        pair_rounds = ops.imax(pairs // width - 1, 0)
+        self.first_single = pair_rounds * width
+        self.left = pairs - self.first_single
+        self.even_rounds = 2 * pair_rounds
+        self.rounds = self.even_rounds + (2 * self.left + width - 1) // width
+
+    def tile(self, round_: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
+        """(exists, m_tile, h, b) of one round of this CTA; b and h are in range only if it exists."""
+        paired = round_ < self.even_rounds
+        j = round_ - self.even_rounds
+        position = j * self.width + ops.select(j % 2 == 1, self.width - 1 - self.cta, self.cta)
+        short_half = position >= self.left
+        single = self.first_single + ops.select(short_half, 2 * self.left - 1 - position, position)
+        pair = ops.select(paired, round_ // 2 * self.width + self.cta, single)
+        is_short = (paired & (round_ % 2 == 1)) | ((paired == False) & short_half)  # noqa: E712
+        per_section = self.num_pairs * self.section
+        first_bh = pair // per_section * self.section
+        inside = pair - first_bh * self.num_pairs
+        heads = ops.imax(ops.imin(self.section, self.num_bh - first_bh), 1)
+        rank = inside // heads
+        bh = first_bh + inside - rank * heads
+        b = bh // self.num_heads
+        long_tile = self.num_m - 1 - rank
+        exists = (paired | (position < 2 * self.left)) & ((rank != long_tile) | (is_short == False))  # noqa: E712
+        return exists, ops.select(is_short, rank, long_tile), bh - b * self.num_heads, b
 
 
 class KeyTiles(TraceObject):

@@ -10,11 +10,12 @@ BOUND_LOG2 = None
 HAS_SINK = False
 EMPTY_ROW = "nan"
 MAY_BE_EMPTY = False
+RAW_SCORE = True
 AUX = (("float32", 1),)
 
 
 def uniform(ctx, b, h):
-    return (ctx.aux[0][h] * ops.LOG2_E,)
+    return ctx.aux[0][h] * ops.LOG2_E, ctx.softmax_scale * ops.LOG2_E
 
 
 def row(ctx, b, h, q_idx, u):
@@ -26,7 +27,7 @@ def column(ctx, b, h, kv_idx, u):
 
 
 def score(ctx, s, b, h, q_idx, kv_idx, u, r, c):
-    return s * ops.LOG2_E + (c[0] + r[0])
+    return s * u[1] + (c[0] + r[0])
 
 
 def keep(ctx, b, h, q_idx, kv_idx, u, r, c):

@@ -8,10 +8,15 @@ BOUND_LOG2 = 20.0 * ops.LOG2_E
 HAS_SINK = False
 EMPTY_ROW = "nan"
 MAY_BE_EMPTY = False
+RAW_SCORE = True
+
+
+def uniform(ctx, b, h):
+    return (ctx.softmax_scale * (1.0 / 20.0),)
 
 
 def score(ctx, s, b, h, q_idx, kv_idx, u, r, c):
-    return ops.tanh_approx(s * (1.0 / 20.0)) * (20.0 * ops.LOG2_E)
+    return ops.tanh_approx(s * u[0]) * (20.0 * ops.LOG2_E)
 
 
 def keep(ctx, b, h, q_idx, kv_idx, u, r, c):
