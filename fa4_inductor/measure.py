@@ -52,15 +52,25 @@ def _once_ms(function: Callable[[], object], device: torch.device) -> float:
 
 
 def medians_ms(
-    functions: Mapping[str, Callable[[], object]], device: torch.device | str, rounds: int = 9, warmup: int = 2
+    functions: Mapping[str, Callable[[], object]],
+    device: torch.device | str,
+    rounds: int = 9,
+    warmup: int = 2,
+    budget_s: float = 30.0,
 ) -> dict[str, float]:
-    """Median milliseconds of each function, called in turn so that drift of the machine meets all alike."""
+    """Median milliseconds of each function, called in turn so that drift of the machine meets all alike.
+
+    After `budget_s` seconds no round beyond the third is begun.
+    """
     device = torch.device(device)
     for function in functions.values():
         for _ in range(warmup):
             function()
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
+    begin = time.monotonic()
+    for done in range(rounds):
+        if done >= 3 and time.monotonic() - begin > budget_s:
+            break
         for name, function in functions.items():
             times[name].append(_once_ms(function, device))
     return {name: statistics.median(values) for name, values in times.items()}

@@ -70,7 +70,7 @@ _LONG = _shapes(Shape(1, 8192, False))
 _PADDED = _shapes(Shape(2, 4096, True))
 _LLAMA = {
     "tiny": _decoder(128, 4, 2, 64, 128, 2),
-    "demo": _decoder(512, 8, 2, 64, 1024, 4, max_position_embeddings=4096),
+    "demo": _decoder(512, 8, 2, 64, 512, 4, max_position_embeddings=4096),
     "bench": _decoder(2048, 32, 8, 64, 8192, 4, max_position_embeddings=32768),
 }
 _MISTRAL = {

@@ -47,6 +47,12 @@ def test_calls_are_interleaved() -> None:
     assert set(times) == {"a", "b"}
 
 
+def test_slow_calls_get_fewer_rounds() -> None:
+    calls: list[str] = []
+    measure.medians_ms({"a": lambda: calls.append("a")}, "cpu", rounds=9, warmup=0, budget_s=0.0)
+    assert len(calls) == 3
+
+
 def test_result_files_name_command_and_versions(tmp_path: Path) -> None:
     facts = results_io.provenance("cpu")
     rows = [dict(model="llama", ms=1.5), dict(model="bert")]

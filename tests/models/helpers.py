@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,9 +58,9 @@ def fused(model: Callable[..., Any], dynamic: bool | None = None, **options: Any
     return result
 
 
-def counters() -> dict[str, int]:
+def counters() -> collections.Counter[str]:
     """This package's counters since the last `fused`."""
-    return dict(torch._dynamo.utils.counters["fa4"])
+    return collections.Counter(torch._dynamo.utils.counters["fa4"])
 
 
 def error(case: model_zoo.Case, model: Callable[..., Any]) -> measure.Error:
