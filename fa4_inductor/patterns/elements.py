@@ -126,12 +126,10 @@ class Elements:
         return E.const(arg)
 
     def _scalar(self, value: Any) -> E.Expr:
-        e = value.node.expr
         if isinstance(value, torch.SymInt):
-            return self.space.to_expr(e)
-        if isinstance(e, sympy.Number):
-            return E.const(float(e))
-        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"a run-time {type(value).__name__} in a score or mask")
+            return self.space.to_expr(value.node.expr)
+        # dynamic=True turns a module's `scaling` into a SymFloat: specialise on its value, as Inductor would.
+        return E.const(float(value) if isinstance(value, torch.SymFloat) else bool(value))
 
     def fill(self, value: Any, node: fx.Node) -> E.Expr:
         """A factory's fill value, rounded to the tensor's dtype."""

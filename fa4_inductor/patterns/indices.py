@@ -196,10 +196,10 @@ def _unknown(e: sympy.Expr, sizes: dict[sympy.Symbol, sympy.Expr]) -> bool:
 
 def _nonnegative(e: sympy.Expr) -> bool:
     """Proven e >= 0 for positive integer sizes."""
-    if e.is_Integer or e.is_Infinity or e.is_NegativeInfinity:
-        return bool(e >= 0)
+    if e.is_Integer:
+        return int(e) >= 0
     if not e.free_symbols or e.has(sympy.oo, -sympy.oo, sympy.nan):
-        return e.is_nonnegative is True
+        return e is sympy.oo
     # Every size is at least 1: with s = t + 1, t >= 0, a polynomial without negative coefficients is not negative.
     shifted = sympy.expand(e.subs({s: s + 1 for s in e.free_symbols}, simultaneous=True))
     return all(_sign_known(term) for term in sympy.Add.make_args(shifted))

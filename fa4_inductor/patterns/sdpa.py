@@ -58,16 +58,16 @@ class Call:
 
 
 def read_call(node: fx.Node) -> Call:
-    """The arguments of an SDPA node.
+    """The arguments of an SDPA node; a scale or flag that Dynamo made symbolic is specialised on its value.
 
     Raises:
-        DeclineSite: DROPOUT, or an argument that is not a constant.
+        DeclineSite: DROPOUT, or UNSUPPORTED_SHAPE for a head_dim known at run time only.
     """
     bound = _SIGNATURE.bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     values = bound.arguments
     for name in ("dropout_p", "is_causal", "scale", "enable_gqa"):
-        values[name] = _constant(name, values[name])
+        values[name] = _constant(values[name])
     if values["dropout_p"] != 0:
         raise DeclineSite(DeclineReason.DROPOUT, f"dropout_p={values['dropout_p']}")
     depth = shape_exprs(example(values["query"]))[-1]
@@ -90,14 +90,11 @@ def read_call(node: fx.Node) -> Call:
     )
 
 
-def _constant(name: str, value: Any) -> Any:
+def _constant(value: Any) -> Any:
     value = example(value) if isinstance(value, fx.Node) else value
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        e = value.node.expr
-        if not e.is_number and e not in (sympy.true, sympy.false):
-            raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"{name} is known at run time only")
-        return bool(e) if e in (sympy.true, sympy.false) else float(e)
-    return value
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return float(value)
+    return bool(value) if isinstance(value, torch.SymBool) else value
 
 
 class SdpaSite:
