@@ -26,7 +26,7 @@ DTYPES: dict[str, Any] = {
 
 
 def _context(aux, sizes, seqlen_q, seqlen_k):
-    return ProgramContext(() if aux is None else aux, () if sizes is None else sizes, seqlen_q, seqlen_k)
+    return ProgramContext(() if aux is None else aux, () if sizes is None else sizes, seqlen_q, seqlen_k, Float32(1.0))
 
 
 class Harness:

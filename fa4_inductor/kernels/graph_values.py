@@ -51,7 +51,7 @@ class GraphValues(fx.proxy.GraphAppendingTracer):
         super().__init__(graph)
         self.like = like
         values = [n.meta.get("example_value") for n in (like, *like.all_input_nodes)]
-        # Not detect_fake_mode: while a backend runs, Dynamo's context already holds another mode than the graph's values.
+        # Not detect_fake_mode: while a backend runs, the context already holds another mode than the graph's values.
         self.fake_mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
 
     def wrap(self, node: fx.Node) -> GraphValue:

@@ -175,7 +175,7 @@ class Writer:
         if node.op == "neg":
             return f"(-{args[0]})"
         if node.op == "to_bool":
-            return f"({args[0]} != 0)"
+            return f"({self._loaded(node.args[0]) or args[0]} != 0)"
         if node.op in ("to_int", "to_float") and node.args[0].kind is Kind.BOOL:
             one, zero = ("1", "0") if node.kind is Kind.INT else ("1.0", "0.0")
             return f"ops.select({bare(args[0])}, {one}, {zero})"
@@ -205,14 +205,21 @@ class Writer:
         return None
 
     def _load(self, node: Expr) -> str:
-        indices = ", ".join(bare(self.text[a]) for a in node.args)
-        element = f"ctx.aux[{node.value}][{indices}]" if node.args else f"ctx.aux[{node.value}][0]"
+        element = self._element(node)
         dtype = self.aux[node.value].dtype
         if dtype == "bool":
             return f"({element} != 0)"
         if dtype == "int64":
             return f"pops.saturate({element})"
         return f"Int32({element})" if node.kind is Kind.INT else f"Float32({element})"
+
+    def _element(self, node: Expr) -> str:
+        indices = ", ".join(bare(self.text[a]) for a in node.args) or "0"
+        return f"ctx.aux[{node.value}][{indices}]"
+
+    def _loaded(self, node: Expr) -> str | None:
+        """The element itself, for a load that is written here: a test against zero needs no conversion."""
+        return self._element(node) if node.op == "load" and self.text[node].endswith(")") else None
 
 
 def bare(text: str) -> str:

@@ -16,7 +16,7 @@ from fa4_inductor.analysis.parts import Stage, drop_row_constants, stage
 from fa4_inductor.lowering.emit_expr import LOG2_E, Writer, bare, clamp_loads, exact_nodes, group_by_stage
 from fa4_inductor.lowering.log2_score import log2_score, scaled
 from fa4_inductor.spec.attention import AttentionSpec
-from fa4_inductor.spec.expr import TRUE, Expr, score, walk
+from fa4_inductor.spec.expr import TRUE, Expr, score, substitute, walk
 
 _TUPLES = {Stage.UNIFORM: "u", Stage.ROW: "r", Stage.COLUMN: "c"}
 _ARGUMENTS = {
@@ -100,13 +100,18 @@ def write_program(text: str, digest: str, directory: Path) -> Path:
 
 def _roots(spec: AttentionSpec, facts: AttentionFacts, need_lse: bool, fast_math: bool) -> _Roots:
     shifted = spec.score if need_lse or spec.sink is not None else drop_row_constants(spec.score)
-    logit = shifted if shifted is score() else _prepared(log2_score(shifted))
+    logit = shifted if shifted is score() else _prepared(log2_score(_of_raw_product(shifted, spec.softmax_scale)))
     keep = _prepared(facts.keep)
     sink = None if spec.sink is None else _prepared(scaled(spec.sink, LOG2_E))
     ranges = [_prepared(e) for e in (*facts.kv_range, *facts.kv_full)]
     logits = [logit] if sink is None else [logit, sink]
     exact = exact_nodes(logits, [keep, *ranges] if fast_math else [keep, *ranges, *logits])
     return _Roots(logit, keep, sink, (ranges[0], ranges[1]), (ranges[2], ranges[3]), exact)
+
+
+def _of_raw_product(e: Expr, softmax_scale: float) -> Expr:
+    """`e` with `score` standing for q . k: the scale then folds into the program's other constants."""
+    return substitute(e, {score(): score() * softmax_scale})
 
 
 def _prepared(e: Expr) -> Expr:
@@ -117,6 +122,7 @@ def _flags(spec: AttentionSpec, facts: AttentionFacts, roots: _Roots) -> str:
     bound = None if facts.score_bound is None else facts.score_bound * LOG2_E
     flags = {
         "PLAIN": roots.plain,
+        "RAW_SCORE": not roots.plain,  # `score` takes q . k without the scale
         "MASKED": facts.keep is not TRUE,
         "BOUND_LOG2": bound,
         "HAS_SINK": spec.sink is not None,

@@ -81,7 +81,7 @@ def program_values(spec, aux, sizes, score, *, beyond=0, **options):
     u = module.uniform(ctx, b, h) if hasattr(module, "uniform") else ()
     r = module.row(ctx, b, h, q, u) if hasattr(module, "row") else ()
     c = module.column(ctx, b, h, kv, u) if hasattr(module, "column") else ()
-    value = score * LOG2_E if module.PLAIN else module.score(ctx, score, b, h, q, kv, u, r, c)
+    value = score * LOG2_E if module.PLAIN else module.score(ctx, score / spec.softmax_scale, b, h, q, kv, u, r, c)
     keep = _tensor(module.keep(ctx, b, h, q, kv, u, r, c) if module.MASKED else True)
     return value, keep, module.sink(ctx, b, h, q) if module.HAS_SINK else None
 
@@ -105,6 +105,17 @@ def test_ops_programs(name, fast_math):
     if sink is not None:
         want = interpreted(spec.sink, spec, aux, sizes, score).double() * LOG2_E
         torch.testing.assert_close(sink.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.125, -3.0])
+@pytest.mark.parametrize("name", ["fast", "exact", "softcap", "alibi", "loads"])
+def test_scale_is_part_of_the_program(name, scale):
+    spec = dataclasses.replace(OPS_PROGRAMS[name], softmax_scale=scale)
+    aux, sizes = tensors_for(spec), [3] * spec.num_sizes
+    score = torch.rand(B, H, SQ, SK, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.1
+    value, _, _ = program_values(spec, aux, sizes, score, need_lse=True)
+    want = interpreted(spec.score, spec, aux, sizes, score).double() * LOG2_E
+    torch.testing.assert_close(value.double().expand(score.shape), want.expand(score.shape), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
