@@ -16,7 +16,7 @@ from fa4_inductor.lowering.support import Operands
 from fa4_inductor.patterns.match import AttentionMatch, Site
 from fa4_inductor.rewrite import operand_value, value_of
 from fa4_inductor.runtime import compile as compiler
-from fa4_inductor.runtime import workers
+from fa4_inductor.runtime import launch, workers
 from fa4_inductor.runtime.key import CompileKey
 from fa4_inductor.runtime.target import Target, target_for
 from fa4_inductor.settings import Settings
@@ -133,7 +133,16 @@ def build_kernels(decisions: Sequence[Decision], settings: Settings) -> list[Dec
             site, outcome = decisions[index]
             assert isinstance(site, AttentionMatch)
             results[index] = _without_kernel(site, outcome, failure, settings)
+        else:
+            _prepare(decisions[index][0], key, settings)
     return results
+
+
+def _prepare(site: Site, key: CompileKey, settings: Settings) -> None:
+    assert isinstance(site, AttentionMatch)
+    q = operand_value(site.q)
+    dims = (key.head_dim, key.head_dim_v, key.qhead_per_kvhead)
+    launch.prepare(compiler.get_kernel(key, settings), key.program, q.dtype, *dims, q.device, key.need_lse)
 
 
 def _without_kernel(

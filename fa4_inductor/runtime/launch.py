@@ -22,15 +22,19 @@ _ALIGNMENT = 16  # bytes: what TMA demands of addresses and of all strides but t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """A kernel with what its launches have in common. `bool_aux`: slots that are handed over as their uint8 view."""
+    """A kernel with what its launches have in common. `bool_aux`: some aux are bool, handed over as uint8 views."""
 
     kernel: Callable[..., None]
     spec: AttentionSpec
+    softmax_scale: float
     needs_v_mean: bool
     bool_aux: bool
 
 
 _plans: dict[tuple[Any, ...], Plan | None] = {}
+# Plans again, by shapes that have passed the checks: the look-up of every launch. Bounded, since lengths vary.
+_checked: dict[tuple[Any, ...], Plan] = {}
+_MAX_CHECKED = 4096
 
 
 def forward(
@@ -52,6 +56,10 @@ def forward(
         ValueError: for an implementation that does not exist, or operands that do not fit together.
         KernelUnavailable: in strict mode, when the kernel cannot be built.
     """
+    if implementation == "cute":
+        plan = _checked.get((program, q.shape, k.shape, v.shape, q.dtype, q.device, need_lse))
+        if plan is not None:
+            return _launch(plan, q, k, v, aux, sizes, need_lse)
     _check(q, k, v, aux)
     run = _RUN.get(implementation)
     if run is None:
@@ -113,30 +121,33 @@ def _run_cute(
         plan = _plans[key] = _make_plan(*key)
     if plan is None:
         return _RUN["reference"](q, k, v, aux, program, sizes, need_lse)
-    if q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            return _launch(plan, q, k, v, aux, sizes, need_lse)
+    if len(_checked) >= _MAX_CHECKED:
+        _checked.clear()
+    _checked[program, q.shape, k.shape, v.shape, q.dtype, q.device, need_lse] = plan
     return _launch(plan, q, k, v, aux, sizes, need_lse)
 
 
 def _launch(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], sizes: Sequence[int], need_lse: bool
 ) -> Outputs:
-    """One launch on the current stream of the current device, which is q's."""
+    """One launch on the current stream of q's device."""
     batch, heads, seqlen_q, _ = q.shape
     out = q.new_empty((batch, seqlen_q, heads, v.shape[3])).transpose(1, 2)
     lse = q.new_empty((batch, heads, seqlen_q) if need_lse else (0,), dtype=torch.float32)
-    if out.numel() == 0:
+    if not (batch and heads and seqlen_q):
         return out, lse
-    if k.shape[2] == 0:
+    if not k.shape[2]:
         return _fill_without_keys(plan, q, k, v, aux, sizes, out, lse, need_lse)
     v_mean = torch.mean(v, 2, dtype=torch.float32) if plan.needs_v_mean else None
-    if aux:
-        aux = _kernel_aux(plan, aux, q.device)
-    plan.kernel(
-        aligned(q), aligned(k), aligned(v), out, lse if need_lse else None, v_mean, plan.spec.softmax_scale,
-        tuple(aux) or None, tuple(sizes) or None,
+    arguments = (
+        aligned(q), aligned(k), aligned(v), out, lse if need_lse else None, v_mean, plan.softmax_scale,
+        _kernel_aux(plan, aux, q.device) if aux else None, tuple(sizes) if sizes else None,
     )  # fmt: skip
+    if q.device.index == torch.cuda.current_device():
+        plan.kernel(*arguments)
+    else:
+        with torch.cuda.device(q.device):
+            plan.kernel(*arguments)
     return out, lse
 
 
@@ -157,16 +168,15 @@ def _fill_without_keys(
     return out.zero_(), lse.fill_(-torch.inf) if need_lse else lse
 
 
-def _kernel_aux(plan: Plan, aux: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def _kernel_aux(plan: Plan, aux: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
     moved = [t if t.device == device else t.to(device) for t in aux]
-    return [t.view(torch.uint8) if t.dtype is torch.bool else t for t in moved] if plan.bool_aux else moved
+    return tuple([t.view(torch.uint8) if t.dtype is torch.bool else t for t in moved] if plan.bool_aux else moved)
 
 
 def aligned(t: Tensor) -> Tensor:
     """`t` (B, H, S, D) itself when TMA can read it, else the same values where it can."""
     s0, s1, s2, s3 = t.stride()
-    size = t.element_size()
-    if s3 == 1 and (s0 | s1 | s2) * size % _ALIGNMENT == 0 and t.data_ptr() % _ALIGNMENT == 0:
+    if s3 == 1 and not (s0 | s1 | s2) * t.itemsize % _ALIGNMENT and not t.data_ptr() % _ALIGNMENT:
         return t
     return _align(t)
 
@@ -209,12 +219,28 @@ def make_plan(kernel: Callable[..., None], program: str) -> Plan:
     from fa4_inductor.runtime import compile as compiler
 
     spec = _spec(program)
-    return Plan(kernel, spec, compiler.needs_v_mean(spec), any(a.dtype == "bool" for a in spec.aux))
+    bool_aux = any(a.dtype == "bool" for a in spec.aux)
+    return Plan(kernel, spec, spec.softmax_scale, compiler.needs_v_mean(spec), bool_aux)
+
+
+def prepare(
+    kernel: Callable[..., None],
+    program: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    group: int,
+    device: torch.device,
+    need_lse: bool,
+) -> None:
+    """Make the plan of a kernel built ahead, so that its first launch, maybe inside a capture, builds nothing."""
+    _plans[program, dtype, head_dim, head_dim_v, group, device, need_lse] = make_plan(kernel, program)
 
 
 def clear_plans() -> None:
     """Forget plans (tests, and after settings changed)."""
     _plans.clear()
+    _checked.clear()
 
 
 _RUN: dict[str, Callable[..., Outputs]] = {

@@ -25,7 +25,16 @@ class Recorder:
 
 def plan_of(spec, needs_v_mean=False):
     recorder = Recorder()
-    return launch.Plan(recorder, spec, needs_v_mean, any(a.dtype == "bool" for a in spec.aux)), recorder
+    bool_aux = any(a.dtype == "bool" for a in spec.aux)
+    return launch.Plan(recorder, spec, spec.softmax_scale, needs_v_mean, bool_aux), recorder
+
+
+@pytest.fixture(autouse=True)
+def current_device(monkeypatch):
+    launch.clear_plans()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as DEV.index
+    yield
+    launch.clear_plans()
 
 
 @pytest.mark.parametrize("need_lse", [False, True])
@@ -62,6 +71,31 @@ def test_no_keys_agrees_with_the_reference(empty_row, sink):
     out, lse = launch._launch(plan, q, k, v, [], [], True)
     want, want_lse = launch.forward(q, k, v, [], spec.text, [], "reference", True)
     assert not kernel.calls and torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
+def test_a_plan_is_found_by_shape_after_its_checks(monkeypatch):
+    recorder, made = Recorder(), []
+    plan, recorder = plan_of(AttentionSpec(0.5))
+    monkeypatch.setattr(launch, "_make_plan", lambda *key: made.append(key) or plan)
+    monkeypatch.setattr(launch, "_MAX_CHECKED", 2)
+    program = plan.spec.text
+    for length in (3, 3, 4, 5, 6, 3):
+        launch.forward(*operands(sk=length), [], program, [], "cute", False)
+    assert len(recorder.calls) == 6 and len(made) == 1 and len(launch._checked) <= 2
+    with pytest.raises(ValueError, match="do not fit"):
+        q, k, v = operands()
+        launch.forward(q, k[:, :, :2], v, [], program, [], "cute", False)
+    launch.clear_plans()
+    launch.forward(*operands(), [], program, [], "cute", False)
+    assert len(made) == 2
+
+
+def test_a_plan_built_ahead_is_used(monkeypatch):
+    monkeypatch.setattr(launch, "_make_plan", lambda *key: pytest.fail("made although prepared"))
+    recorder, spec = Recorder(), AttentionSpec(0.5)
+    launch.prepare(recorder, spec.text, torch.float16, 8, 16, 2, DEV, False)
+    launch.forward(*operands(), [], spec.text, [], "cute", False)
+    assert len(recorder.calls) == 1
 
 
 def good(t):
