@@ -103,7 +103,7 @@ _INPLACE_OPERATORS = {
 
 def mutated_storages(node: fx.Node) -> frozenset[int]:
     """Storages a mutating node writes: of its first tensor argument, or of all of them where that is not known."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, torch._ops.HigherOrderOperator | torch._ops.OpOverload):
         return frozenset().union(*(storage_keys(n) for n in node.all_input_nodes))
     out = node.kwargs.get("out")
     if isinstance(out, fx.Node):

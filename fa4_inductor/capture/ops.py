@@ -19,7 +19,7 @@ VMAP = frozenset(
 )
 
 _POINTWISE = _WORDS(
-    "add sub rsub mul div true_divide truediv floordiv floor_divide fmod remainder mod pow neg negative pos abs absolute"
+    "add sub rsub mul div true_divide truediv floordiv floor_divide fmod remainder mod pow neg negative pos abs"
     " exp exp2 log log2 log1p expm1 sqrt rsqrt tanh sigmoid erf sin cos floor ceil round trunc reciprocal square sign"
     " maximum minimum max min clamp clip clamp_min clamp_max where masked_fill eq ne lt le gt ge equal"
     " logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor and_ or_ xor invert"

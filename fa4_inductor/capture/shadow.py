@@ -8,6 +8,7 @@ in between has no slice node any more, and a site that needs it declines.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,8 @@ aten = torch.ops.aten
 _DECOMPOSE = (
     aten.triu, aten.tril, aten.masked_fill, aten.addmm, aten.addbmm, aten.rsub, aten.stack, aten.eye, aten.isinf,
     aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.softplus,
-    aten.nan_to_num, aten.roll, aten.linspace, aten.logsumexp, aten.native_dropout, aten.fill, aten.zero, aten.sum.default,
-    aten.unbind, aten.pad, aten.lift_fresh_copy, aten.index_select, aten.addcmul, aten.addcdiv, aten.trunc, aten.t,
+    aten.nan_to_num, aten.roll, aten.linspace, aten.logsumexp, aten.native_dropout, aten.fill, aten.zero,
+    aten.sum.default, aten.unbind, aten.pad, aten.lift_fresh_copy, aten.index_select, aten.addcmul, aten.addcdiv, aten.trunc, aten.t,
 )  # fmt: skip
 _NO_VALUE = ("_set_grad_enabled",)
 
@@ -92,13 +93,14 @@ def _body(piece: Slice, leaves: list[fx.Node], returned: list[int]) -> Callable[
     def run(*args: Any) -> list[torch.Tensor]:
         env: dict[fx.Node, Any] = dict(zip(leaves, args))
         open_autocasts: dict[fx.Node, Any] = {}
-        closers: dict[fx.Node, Callable[..., Any]] = {}
         for node in piece.nodes:
             if node in env or node in piece.leaves or target_name(node) in _NO_VALUE:
                 continue
             values, keywords = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
             if node.op == "call_method":
                 env[node] = getattr(values[0], str(node.target))(*values[1:], **keywords)
+            elif node.target is operator.getitem and _indexes_with_scalars(values[1]):
+                env[node] = _index(*values)
             else:
                 assert callable(node.target)
                 env[node] = node.target(*values, **keywords)
@@ -108,7 +110,6 @@ def _body(piece: Slice, leaves: list[fx.Node], returned: list[int]) -> Callable[
                 open_autocasts.pop(node.all_input_nodes[0], None)
         for mode in reversed(open_autocasts.values()):
             torch.amp.autocast_mode._exit_autocast(mode)
-        del closers
         returned.clear()
         results = []
         for position, node in enumerate(piece.nodes):
@@ -119,6 +120,22 @@ def _body(piece: Slice, leaves: list[fx.Node], returned: list[int]) -> Callable[
         return results
 
     return run
+
+
+def _indexes_with_scalars(index: Any) -> bool:
+    """`x[i, j]` with 0-dim tensors, as mods write it: plain indexing would ask for their values."""
+    parts = index if isinstance(index, tuple) else (index,)
+    scalars = [p for p in parts if isinstance(p, torch.Tensor) and p.dim() == 0 and p.dtype is not torch.bool]
+    return bool(scalars) and all(isinstance(p, torch.Tensor | int) or p == slice(None) for p in parts)
+
+
+def _index(x: torch.Tensor, index: Any) -> torch.Tensor:
+    parts = index if isinstance(index, tuple) else (index,)
+    tensors = [
+        None if isinstance(p, slice) else p if isinstance(p, torch.Tensor) else torch.full((), p, device=x.device)
+        for p in parts
+    ]
+    return torch.ops.aten.index.Tensor(x, tensors)
 
 
 def _batched(value: torch.Tensor) -> bool:

@@ -71,7 +71,10 @@ def _arg_key(arg: Any, number: dict[fx.Node, int]) -> Any:
 
 def is_opaque(node: fx.Node) -> bool:
     """Is this node a leaf of every slice?"""
-    return node.op in ("placeholder", "get_attr", "output") or target_name(node) not in ops.TRANSPARENT
+    name = target_name(node)
+    if name.startswith("__") and name.endswith("__"):
+        name = name.strip("_")
+    return node.op in ("placeholder", "get_attr", "output") or name not in ops.TRANSPARENT
 
 
 def has_softmax_above(anchor: fx.Node) -> bool:

@@ -18,6 +18,7 @@ from fa4_inductor.capture.shadow import Shadow, trace
 from fa4_inductor.capture.slice import Slice, backward_slice, has_softmax_above
 from fa4_inductor.errors import Declined, DeclineReason, DeclineSite
 from fa4_inductor.patterns.binding import GraphFacts, bind_match, check_escape
+from fa4_inductor.patterns.flex import FlexCall, FlexSite, output_of
 from fa4_inductor.patterns.match import AttentionMatch, Site
 from fa4_inductor.patterns.product import Found, ProductSite, core_of, head_counts
 from fa4_inductor.patterns.sdpa import SdpaSite, read_call
@@ -84,7 +85,24 @@ def _matcher_for(node: fx.Node) -> Callable[[_Search, fx.Node], AttentionMatch |
     name = target_name(node)
     if name in ops.CONTRACTIONS:
         return _match_product if has_softmax_above(node) else None
+    if name in ops.FLEX:
+        return _match_flex
     return _match_sdpa if name in ops.SDPA else None
+
+
+def _match_flex(search: _Search, node: fx.Node) -> AttentionMatch | None:
+    output = output_of(node, search.facts.live)
+    if output is None:
+        return None
+    call = FlexCall(search.module, node)
+    piece = backward_slice([call.query, call.key, call.value], node)
+    shadow = search.shadow(piece, ("flex", piece.key()))
+    found = FlexSite(call, piece, shadow, source_of(shadow, -1)).match()
+
+    def node_of(source: Hashable) -> fx.Node:
+        return source if isinstance(source, fx.Node) else piece.nodes[source]  # type: ignore[index]
+
+    return bind_match(found, search.facts, output, node_of)
 
 
 def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:

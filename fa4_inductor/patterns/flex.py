@@ -1,0 +1,156 @@
+"""torch.nn.attention.flex_attention: the higher-order op with its score_mod and mask_mod subgraphs.
+
+A BlockMask is read by its mask_mod; its block lists are an acceleration structure that create_block_mask derives from
+it. Where mask_mod keeps everything the lists may hold the only sparsity there is, so they must be trivial too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fa4_inductor.capture.fx_view import example, shape_exprs
+from fa4_inductor.capture.shadow import Shadow, trace
+from fa4_inductor.capture.slice import Slice, backward_slice
+from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.patterns import masks
+from fa4_inductor.patterns.elements import AuxTensor, Elements
+from fa4_inductor.patterns.operands import BoundOperand, bind
+from fa4_inductor.patterns.product import Found, SourceOf
+from fa4_inductor.patterns.space import Space
+from fa4_inductor.spec import AttentionSpec, AuxSpec
+from fa4_inductor.spec import expr as E
+
+UNBOUNDED_BLOCK = 1 << 30
+"""Block size of the mask that flex_attention makes up when it is given none."""
+
+
+class FlexCall:
+    """Arguments of a flex_attention node."""
+
+    def __init__(self, module: fx.GraphModule, node: fx.Node) -> None:
+        names = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_buffers")
+        values = dict(zip((*names, "mask_buffers"), node.args)) | dict(node.kwargs)
+        self.query, self.key, self.value = values["query"], values["key"], values["value"]
+        self.score_mod = _subgraph(module, values["score_mod"])
+        *self.lists, self.block_q, self.block_kv, mask_mod = values["block_mask"]
+        self.mask_mod = _subgraph(module, mask_mod)
+        scale = values["scale"]
+        self.scale = float(example(scale) if isinstance(scale, fx.Node) else scale)
+        self.score_buffers = tuple(values.get("score_buffers", ()))
+        self.mask_buffers = tuple(values.get("mask_buffers", ()))
+
+
+def _subgraph(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
+    sub = module.get_submodule(str(node.target))
+    assert isinstance(sub, fx.GraphModule)
+    return sub
+
+
+def output_of(node: fx.Node, live: set[fx.Node]) -> fx.Node | None:
+    """The node of the attention output; None if it is unused.
+
+    Raises:
+        DeclineSite: PROBS_ESCAPE when the log-sum-exp or the row maxima are used too.
+    """
+    outputs = {int(u.args[1]): u for u in node.users if u in live and len(u.args) == 2 and isinstance(u.args[1], int)}
+    if len([u for u in node.users if u in live]) > len(outputs) or any(i != 0 for i in outputs):
+        raise DeclineSite(DeclineReason.PROBS_ESCAPE, "the log-sum-exp of the rows is used as well")
+    return outputs.get(0)
+
+
+class FlexSite:
+    """One flex_attention call. `nodes` maps the operands to the shadow of `piece`."""
+
+    def __init__(self, call: FlexCall, piece: Slice, shadow: Shadow, source_of: SourceOf) -> None:
+        self.call, self.piece, self.shadow = call, piece, shadow
+        q, k = (shape_exprs(example(n)) for n in (call.query, call.key))
+        if len(q) != 4:
+            raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"query of rank {len(q)}")
+        self.space = Space(q[0], q[1], q[2], k[2])
+        self.aux: list[AuxTensor] = []
+        self.ev = Elements(shadow, self.space, source_of, aux=self.aux)
+        self.indices = [self.space.to_expr(i) for i in (self.space.b, self.space.h, self.space.q, self.space.kv)]
+
+    def match(self) -> Found:
+        call, space = self.call, self.space
+        q = self._operand(call.query, space.q, "d", key=False)
+        k = self._operand(call.key, space.kv, "d", key=True)
+        v = self._operand(call.value, space.kv, "dv", key=True)
+        product: E.Expr = E.score()
+        for factor in (*q.factors, *k.factors, E.const(call.scale)):
+            product = E.call("mul", product, factor)
+        logits = self._evaluate(call.score_mod, [product, *self.indices], call.score_buffers)
+        keep = space.simplify(self._evaluate(call.mask_mod, self.indices, call.mask_buffers))
+        if keep is E.TRUE:
+            self._check_lists()
+        else:
+            logits = E.call("where", keep, logits, -float("inf"))
+        half = example(call.query).dtype is torch.float16
+        parts = masks.split(logits, half=half, fills_are_zero=True, has_sink=False)
+        aux = tuple(AuxSpec(str(a.dtype).removeprefix("torch."), a.ndim) for a in self.aux)
+        spec = AttentionSpec(
+            softmax_scale=1.0,
+            score=parts.score,
+            keep=parts.keep,
+            empty_row=parts.empty_row,
+            aux=aux,
+            num_sizes=len(space.symbols),
+        )
+        return Found(spec, q, k, v, tuple(self.aux), tuple(space.symbols), (), None)
+
+    def _operand(self, node: fx.Node, position: sympy.Expr, feature: str, *, key: bool) -> BoundOperand:
+        shadowed = self.shadow.value[self.piece.nodes.index(node)]
+        batch, heads, _, depth = shape_exprs(shadowed.meta["val"])
+        space = self.space
+        d = space.ranges.declare(feature, depth)
+        head = space.ranges.div(space.h, sympy.cancel(space.heads / heads)) if heads != 1 else sympy.Integer(0)
+        index = (space.b if batch != 1 else sympy.Integer(0), head, position, d)
+        return bind(self.ev, shadowed, index, position, d, key=key, scaled=feature == "d")
+
+    def _evaluate(self, mod: fx.GraphModule, values: list[E.Expr], buffers: tuple[Any, ...]) -> E.Expr:
+        """Value of a mod graph for symbolic arguments; its captured tensors are aux loads."""
+        nodes = tuple(n for n in mod.graph.nodes if n.op != "output")
+        placeholders = [n for n in nodes if n.op == "placeholder"]
+        (root,) = [r for r in _flat(mod.graph.output_node().args[0]) if isinstance(r, fx.Node)]
+        leaves = frozenset(n for n in nodes if n.op in ("placeholder", "get_attr"))
+        shadow = trace(Slice(nodes, leaves, (root,)))
+        position = {n: i for i, n in enumerate(nodes)}
+        inputs = dict(zip(placeholders[len(values) :], buffers))
+        given = {shadow.value[position[p]]: e for p, e in zip(placeholders, values)}
+        captured = {shadow.value[position[p]]: b for p, b in inputs.items() if position[p] in shadow.value}
+        ev = Elements(shadow, self.space, captured.get, given=given, aux=self.aux)
+        return ev.value(shadow.value[position[root]], ())
+
+    def _check_lists(self) -> None:
+        """The block lists of a mask that keeps everything must name the one block there is."""
+        counts, blocks = self.call.lists[2:4]
+        sizes = [b if isinstance(b, int) else 0 for b in (self.call.block_q, self.call.block_kv)]
+        if min(sizes) >= UNBOUNDED_BLOCK and _is_one_block(counts, blocks):
+            return
+        raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "sparsity that only the block lists of the mask hold")
+
+
+def _is_one_block(counts: fx.Node, blocks: fx.Node) -> bool:
+    """kv_num_blocks = [[[1]]] and kv_indices = [[[[0]]]], as graph constants."""
+    piece = backward_slice([counts, blocks], blocks)
+    if counts not in piece.nodes:
+        return False
+    shadow = trace(piece)
+    one = sympy.Integer(1)
+    ev = Elements(shadow, Space(one, one, one, one), lambda node: None)
+    values = []
+    for node in (counts, blocks):
+        shadowed = shadow.value[piece.nodes.index(node)]
+        shape = shape_exprs(shadowed.meta["val"])
+        if any(n != 1 for n in shape):
+            return False
+        values.append(ev.value(shadowed, (sympy.Integer(0),) * len(shape)))
+    return values == [E.const(1), E.const(0)]
+
+
+def _flat(value: Any) -> list[Any]:
+    return [x for v in value for x in _flat(v)] if isinstance(value, tuple | list) else [value]
