@@ -7,6 +7,7 @@ fed the replaced site, that nobody uses any more and that are known to be pure a
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator
@@ -135,7 +136,20 @@ class Splicer:
     def _sdpa_node(
         self, match: AttentionMatch, q: fx.Node, k: fx.Node, v: fx.Node, aux: list[fx.Node], sizes: list[Any]
     ) -> fx.Node:
-        return build_sdpa(self.graph, match.spec, q, k, v, aux, sizes, match.output, self._masks)
+        """SDPA on exactly these operands: autocast would cast them and the mask, in which finfo.min becomes -inf."""
+        build = functools.partial(build_sdpa, self.graph, match.spec, q, k, v, aux, sizes, match.output, self._masks)
+        device = value_of(q).device.type
+        if not self._may_autocast(device):
+            return build()
+        off = self.graph.call_function(torch.amp.autocast_mode._enter_autocast, (device, None, False, None))
+        with torch.amp.autocast(device, enabled=False):
+            result = build()
+        self.graph.call_function(torch.amp.autocast_mode._exit_autocast, (off,))
+        return result
+
+    def _may_autocast(self, device: str) -> bool:
+        inside = any(node.target is torch.amp.autocast_mode._enter_autocast for node in self.graph.nodes)
+        return inside or torch.is_autocast_enabled(device)
 
     def _operand(self, operand: Operand, like: fx.Node) -> fx.Node:
         """The operand's view, shared with earlier sites when it moves no data (a copy could be outdated)."""

@@ -90,6 +90,25 @@ def test_a_site_may_feed_the_next_one_directly(uncompiled):
     assert log.counters()["fused"] == 3 and "softmax" not in uncompiled[0][0].code
 
 
+@pytest.mark.parametrize("ambient", [False, True], ids=["in the graph", "around it"])
+@pytest.mark.parametrize("implementation", ["sdpa", "reference"])
+def test_autocast_changes_nothing_about_rows_without_keys(uncompiled, implementation, ambient):
+    def f(q, k, v, mask):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return g(q, k, v, mask)
+
+    def g(q, k, v, mask):
+        fill = torch.where(mask[:, None, None, :], 0.0, torch.finfo(q.dtype).min)
+        return torch.softmax(q @ k.transpose(2, 3) + fill, -1) @ v
+
+    args = [*qkv(), torch.tensor([[False] * 6, [True] * 4 + [False] * 2])]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=ambient):
+        out = compiled(g if ambient else f, {"fa4.implementation": implementation, "fa4.strict": True})(*args)
+        want = f(*args)
+    assert out.dtype is want.dtype is torch.bfloat16
+    torch.testing.assert_close(out, want, rtol=0.02, atol=0.02)
+
+
 def test_sites_share_one_mask(uncompiled):
     def f(q, k, v, mask):
         fill = torch.where(mask[:, None, None, :], 0.0, torch.finfo(q.dtype).min)
@@ -132,6 +151,16 @@ def test_sites_inside_checkpointed_bodies(uncompiled):
     with torch.no_grad():
         torch.testing.assert_close(compiled(f)(*args), f(*args))
     assert log.counters()["fused"] == 1
+
+
+def test_a_checkpointed_body_that_needs_gradients_is_left_alone(uncompiled):
+    def f(q, k, v):
+        return checkpoint(attention, q, k, v, use_reentrant=False).pow(2)
+
+    args = [t.requires_grad_() for t in qkv()]
+    got = torch.autograd.grad(compiled(f)(*args).sum(), args)
+    torch.testing.assert_close(got, torch.autograd.grad(f(*args).sum(), args))
+    assert log.counters()["declined.needs_grad"] == 1 and log.counters()["fused"] == 0
 
 
 def test_what_needs_gradients_is_left_alone(uncompiled):
