@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +13,12 @@ from fa4_inductor.capture.fx_view import example, is_mutation, location, size_ex
 from fa4_inductor.capture.shadow import Shadow
 from fa4_inductor.capture.slice import Slice
 from fa4_inductor.errors import DeclineReason, DeclineSite
-from fa4_inductor.patterns.elements import AuxTensor
+from fa4_inductor.patterns.elements import AuxTensor, Source
 from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep
 from fa4_inductor.patterns.operands import BoundOperand, Steps
 from fa4_inductor.patterns.product import Found
 from fa4_inductor.spec import verify
 from fa4_inductor.spec.simplify import drop_unused_aux, simplify_spec
-
-NodeOf = Callable[[Hashable], fx.Node]
 
 
 @dataclass
@@ -51,7 +48,7 @@ class GraphFacts:
         return node if node is not None and self.order[node] < self.order[site] else None
 
 
-def bind_match(found: Found, facts: GraphFacts, site: fx.Node, node_of: NodeOf) -> AttentionMatch:
+def bind_match(found: Found, facts: GraphFacts, site: fx.Node, piece: Slice) -> AttentionMatch:
     """The match with its nodes.
 
     Raises:
@@ -62,7 +59,7 @@ def bind_match(found: Found, facts: GraphFacts, site: fx.Node, node_of: NodeOf) 
     verify(spec)
     out_dtype = example(site).dtype
     dtype = _common_dtype(found)
-    q, k, v = (_operand(o, dtype, facts, site, node_of) for o in (found.q, found.k, found.v))
+    q, k, v = (_operand(o, dtype, facts, site, piece) for o in (found.q, found.k, found.v))
     if found.k.heads != found.v.heads:
         raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"{found.k.heads} heads of k, {found.v.heads} of v")
     sizes = []
@@ -71,7 +68,7 @@ def bind_match(found: Found, facts: GraphFacts, site: fx.Node, node_of: NodeOf) 
         if size is None:
             raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"no node holds the run-time size {symbol}")
         sizes.append(size)
-    aux = tuple(_aux(found.aux[slot], facts, site, node_of) for slot in kept)
+    aux = tuple(_aux(found.aux[slot], facts, site, piece) for slot in kept)
     view = _steps(found.output_view, facts, site)
     return AttentionMatch(spec, q, k, v, aux, tuple(sizes), site, view, out_dtype, location(site))
 
@@ -86,13 +83,17 @@ def _common_dtype(found: Found) -> torch.dtype:
     return common
 
 
-def _operand(o: BoundOperand, dtype: torch.dtype, facts: GraphFacts, site: fx.Node, node_of: NodeOf) -> Operand:
+def _operand(o: BoundOperand, dtype: torch.dtype, facts: GraphFacts, site: fx.Node, piece: Slice) -> Operand:
     steps = _steps(o.view, facts, site)
-    return Operand(node_of(o.source), steps if o.dtype == dtype else (*steps, ("to", dtype)))
+    return Operand(_node_of(o.source, piece), steps if o.dtype == dtype else (*steps, ("to", dtype)))
 
 
-def _aux(a: AuxTensor, facts: GraphFacts, site: fx.Node, node_of: NodeOf) -> Operand:
-    return Operand(node_of(a.source), _steps(a.view, facts, site))
+def _aux(a: AuxTensor, facts: GraphFacts, site: fx.Node, piece: Slice) -> Operand:
+    return Operand(_node_of(a.source, piece), _steps(a.view, facts, site))
+
+
+def _node_of(source: Source, piece: Slice) -> fx.Node:
+    return source if isinstance(source, fx.Node) else piece.nodes[source]
 
 
 def _steps(steps: Steps, facts: GraphFacts, site: fx.Node) -> tuple[ViewStep, ...]:

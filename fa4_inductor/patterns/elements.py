@@ -8,9 +8,9 @@ on both q_idx and kv_idx and so is small), the element becomes a load of that te
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -36,11 +36,15 @@ CONTRACTION_OPS = {aten.bmm.default, aten.mm.default, aten.baddbmm.default}
 MUTATED = "the tensor is written between its use in a mask or score and the attention"
 
 
+Source: TypeAlias = int | fx.Node
+"""A captured tensor: its position in the slice under analysis (so that equal slices share results), or its node."""
+
+
 @dataclass(frozen=True)
 class AuxTensor:
-    """A captured tensor: `source` names a captured node, `view` the (name, sympy args) steps to the indexed tensor."""
+    """A captured tensor and the (name, sympy args) steps to the tensor that the program indexes."""
 
-    source: Hashable
+    source: Source
     view: tuple[tuple[Any, ...], ...]
     dtype: torch.dtype
     ndim: int
@@ -68,7 +72,7 @@ class Elements:
         self,
         shadow: Shadow,
         space: Space,
-        source_of: Callable[[fx.Node], Hashable | None],
+        source_of: Callable[[fx.Node], Source | None],
         contract: Callable[[fx.Node, Index], E.Expr | None] = lambda node, index: None,
         given: dict[fx.Node, E.Expr] | None = None,
         aux: list[AuxTensor] | None = None,

@@ -9,7 +9,6 @@ best candidate leaves the fewest copies (repeat_kv, contiguous, scaling) to be e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import fx
 
 from fa4_inductor.capture.fx_view import shape_exprs
 from fa4_inductor.errors import DeclineReason, DeclineSite
-from fa4_inductor.patterns.elements import Elements
+from fa4_inductor.patterns.elements import Elements, Source
 from fa4_inductor.patterns.indices import FloorDiv, Index
 from fa4_inductor.patterns.rules_views import COPIES, VIEW_RULES, broadcast
 from fa4_inductor.spec import expr as E
@@ -41,7 +40,7 @@ class Role:
 class BoundOperand:
     """A captured tensor, the view to (B, H, S, D) with sympy sizes, and the factor taken out of the product."""
 
-    source: Hashable
+    source: Source
     view: Steps
     dtype: torch.dtype
     heads: sympy.Expr

@@ -90,7 +90,7 @@ def _hand_written(ev: Elements, p: E.Expr) -> Distribution | None:
 def _log_sum_exp(ev: Elements, e: E.Expr) -> E.Expr | None:
     """y if e = y - (log(sum(exp(y - c))) + c)."""
     y, lse = e.args
-    candidates = [(lse, None)]
+    candidates: list[tuple[E.Expr, E.Expr | None]] = [(lse, None)]
     if lse.op == "add":
         candidates = [(lse.args[0], lse.args[1]), (lse.args[1], lse.args[0])]
     for log, shift in candidates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import sympy
@@ -14,7 +14,7 @@ from fa4_inductor.capture.fx_view import shape_exprs
 from fa4_inductor.capture.shadow import Shadow
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.patterns import masks
-from fa4_inductor.patterns.elements import AuxTensor, Elements
+from fa4_inductor.patterns.elements import AuxTensor, Elements, Source
 from fa4_inductor.patterns.indices import FloorDiv, Index, Ranges, variable
 from fa4_inductor.patterns.operands import BoundOperand, Steps, bind
 from fa4_inductor.patterns.probabilities import Distribution, distribution
@@ -24,7 +24,7 @@ from fa4_inductor.spec import AttentionSpec, AuxSpec
 from fa4_inductor.spec import expr as E
 
 aten = torch.ops.aten
-SourceOf = Callable[[fx.Node], Hashable | None]
+SourceOf = Callable[[fx.Node], Source | None]
 
 
 @dataclass(frozen=True)

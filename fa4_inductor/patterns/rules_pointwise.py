@@ -188,8 +188,10 @@ def _filled(value: int) -> Rule:
 
 
 # The same name in ATen and in the spec.
-_UNARY = ("neg", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin", "cos", "floor")
-_UNARY += ("ceil", "trunc", "round")
+_UNARY = (
+    "neg", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin", "cos", "floor",
+    "ceil", "trunc", "round",
+)  # fmt: skip
 _BINARY = {
     "mul": "mul", "div": "div", "maximum": "maximum", "minimum": "minimum", "remainder": "mod", "eq": "eq", "ne": "ne",
     "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",

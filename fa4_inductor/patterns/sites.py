@@ -20,7 +20,7 @@ from fa4_inductor.errors import Declined, DeclineReason, DeclineSite
 from fa4_inductor.patterns.binding import GraphFacts, bind_match, check_escape
 from fa4_inductor.patterns.flex import FlexCall, FlexSite, output_of
 from fa4_inductor.patterns.match import AttentionMatch, Site
-from fa4_inductor.patterns.product import Found, ProductSite, core_of, head_counts
+from fa4_inductor.patterns.product import Found, ProductSite, SourceOf, core_of, head_counts
 from fa4_inductor.patterns.sdpa import SdpaSite, read_call
 
 log = logging.getLogger(__name__)
@@ -98,11 +98,7 @@ def _match_flex(search: _Search, node: fx.Node) -> AttentionMatch | None:
     piece = backward_slice([call.query, call.key, call.value], node)
     shadow = search.shadow(piece, ("flex", piece.key()))
     found = FlexSite(call, piece, shadow, source_of(shadow, -1)).match()
-
-    def node_of(source: Hashable) -> fx.Node:
-        return source if isinstance(source, fx.Node) else piece.nodes[source]  # type: ignore[index]
-
-    return bind_match(found, search.facts, output, node_of)
+    return bind_match(found, search.facts, output, piece)
 
 
 def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:
@@ -119,7 +115,7 @@ def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:
 
     found = search.once(key, read)
     assert found is not None
-    return bind_match(found, search.facts, node, lambda at: piece.nodes[at])
+    return bind_match(found, search.facts, node, piece)
 
 
 def _match_product(search: _Search, node: fx.Node) -> AttentionMatch | None:
@@ -131,7 +127,7 @@ def _match_product(search: _Search, node: fx.Node) -> AttentionMatch | None:
     assert found.scores is not None
     shadow = search.shadow(piece, key)
     check_escape(piece, shadow, found.scores, node, search.facts)
-    return bind_match(found, search.facts, node, lambda position: piece.nodes[position])
+    return bind_match(found, search.facts, node, piece)
 
 
 def _read_product(shadow: Shadow, position: int) -> Found | None:
@@ -148,10 +144,10 @@ def _read_product(shadow: Shadow, position: int) -> Found | None:
     raise refusal
 
 
-def source_of(shadow: Shadow, site: int) -> Callable[[fx.Node], Hashable | None]:
+def source_of(shadow: Shadow, site: int) -> SourceOf:
     """Position of the first captured node that holds a shadow node's value and comes before the site."""
 
-    def lookup(node: fx.Node) -> Hashable | None:
+    def lookup(node: fx.Node) -> int | None:
         positions = [p for p in shadow.positions.get(node, ()) if p != site]
         return positions[0] if positions else None
 
