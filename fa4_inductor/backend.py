@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,10 +61,12 @@ def fa4(
     patches = _inductor_patches(mode, inductor_options)
     if settings.disable:
         return _compile(gm, example_inputs, patches)
+    counted = log.counters().copy()
     saved = fuse(gm, settings)
     try:
         return _compile(gm, example_inputs, patches)
-    except RestartAnalysis:
+    except RestartAnalysis:  # Dynamo captures this graph again, so this time does not count
+        _discount(counted)
         raise
     except Exception as error:
         if settings.strict or not saved:
@@ -182,6 +185,14 @@ def _account(outcomes: list[Outcome]) -> None:
             log.count(f"declined.{outcome.reason}")
         _log.debug("%s", outcome)
     log.artifact("fa4_inductor_sites", lambda: "\n".join(map(str, outcomes)))
+
+
+def _discount(counted: Counter[str]) -> None:
+    """Sets the counters of sites back to what they were; kernels that were compiled stay counted."""
+    counters = log.counters()
+    for name in counters:
+        if name in ("found", "matched", "fused") or name.startswith("declined"):
+            counters[name] = counted[name]
 
 
 def _check_strict(outcomes: list[Outcome], settings: Settings) -> None:

@@ -63,6 +63,15 @@ def test_through_inductor() -> None:
     assert counters()["matched"] == case.sites
 
 
+def test_sites_count_once_where_dynamo_starts_again() -> None:
+    """With a dynamic scale Inductor makes Dynamo capture the graph a second time."""
+    case = model_zoo.build("gpt2")
+    fused(case.model)  # clears counters
+    result = error(case.resized(3, 65), torch.compile(case.model, backend="fa4", dynamic=True))
+    assert result.ok, result
+    assert counters()["found"] == counters()["matched"] == case.sites
+
+
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_training_is_left_alone(name: str) -> None:
     case = model_zoo.build(name)
