@@ -176,13 +176,16 @@ class Elements:
         """Element of a captured tensor, in an aux slot.
 
         Raises:
-            DeclineSite: UNSUPPORTED_OP if no captured node holds the tensor, MUTATION if it was overwritten.
+            DeclineSite: UNSUPPORTED_OP (DROPOUT where it is drawn at random) if no captured node holds the tensor,
+                MUTATION if it was overwritten.
         """
         source = self.source_of(node)
         if source is None:
             if node.op == "placeholder":
                 raise DeclineSite(DeclineReason.MUTATION, MUTATED)
-            raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"{node.target} in a score or mask")
+            drawn = "bernoulli" in str(node.target) or "dropout" in str(node.target)
+            reason = DeclineReason.DROPOUT if drawn else DeclineReason.UNSUPPORTED_OP
+            raise DeclineSite(reason, f"{node.target} in a score or mask")
         tensor = node.meta["val"]
         kind_of(tensor.dtype)
         steps: list[tuple[Any, ...]] = []
