@@ -16,6 +16,8 @@ from torch import fx
 
 from fa4_inductor.settings import Settings
 
+_STYLES = {"fused": "green", "matched": "yellow", "declined": "red"}
+
 
 @dataclasses.dataclass(frozen=True)
 class SiteReport:
@@ -44,20 +46,29 @@ class Report:
         return dataclasses.asdict(self)
 
     def table(self) -> Any:
-        """The report as a `rich` table."""
+        """The report as a `rich` table; sites that differ in nothing but their layer share a row."""
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=self.summary(), title_justify="left", expand=False)
-        for name in ("#", "where", "status", "implementation", "program, or why not"):
+        table = Table(title=self.summary(), title_justify="left", show_lines=True)
+        for name in ("site", "becomes", "program, and why"):
             table.add_column(name, overflow="fold")
-        styles = {"fused": "green", "matched": "yellow", "declined": "red"}
-        for site in self.sites:
+        for sites in self._groups():
+            site = sites[0]
+            where = Text(f"{_ranges([s.index for s in sites])}\n{site.location or 'unknown place'}")
+            status = Text(site.status, style=_STYLES.get(site.status, ""))
+            if site.implementation is not None:
+                status.append(f"\n{site.implementation}")
             why = ": ".join(part for part in (site.reason, site.detail) if part)
-            text = "\n".join(part for part in (site.program, why, site.shapes) if part)
-            status = Text(site.status, style=styles.get(site.status, ""))
-            table.add_row(str(site.index), site.location or "?", status, site.implementation or "-", Text(text))
+            program = (site.program or "").replace("; ", "\n")
+            table.add_row(where, status, Text("\n".join(part for part in (program, site.shapes, why) if part)))
         return table
+
+    def _groups(self) -> list[list[SiteReport]]:
+        groups: dict[SiteReport, list[SiteReport]] = {}
+        for site in self.sites:
+            groups.setdefault(dataclasses.replace(site, index=0, graph=0), []).append(site)
+        return list(groups.values())
 
     def summary(self) -> str:
         """One line: sites found, fused and left, and graphs."""
@@ -68,10 +79,21 @@ class Report:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=160, color_system=None)
+        console = Console(width=120, color_system=None)
         with console.capture() as capture:
             console.print(self.table())
         return capture.get()
+
+
+def _ranges(indices: list[int]) -> str:
+    """`#0-3, #5` for 0, 1, 2, 3, 5."""
+    parts: list[list[int]] = []
+    for index in indices:
+        if parts and index == parts[-1][-1] + 1:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return ", ".join(f"#{part[0]}" if len(part) == 1 else f"#{part[0]}-{part[-1]}" for part in parts)
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fa4_inductor
+from fa4_inductor.explain import _ranges
 
 
 class Block(nn.Module):
@@ -91,3 +92,14 @@ def test_plain_data(x):
         report = fa4_inductor.explain(Model(1), x)
     data = json.loads(json.dumps(report.to_dict()))
     assert data["graphs"] == 1 and set(data["sites"][0]) >= {"index", "location", "status", "program", "reason"}
+
+
+def test_layers_that_are_alike_share_a_row(x):
+    with torch.no_grad():
+        report = fa4_inductor.explain(Model(3), x)
+    assert report.table().row_count == 1 and "#0-2" in str(report)
+
+
+@pytest.mark.parametrize("indices, text", [([0], "#0"), ([0, 1, 2, 5], "#0-2, #5"), ([1, 3], "#1, #3")])
+def test_ranges(indices, text):
+    assert _ranges(indices) == text
