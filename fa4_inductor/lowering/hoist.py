@@ -12,7 +12,7 @@ itself, and terms that are cheap enough where they are (ALiBi's product, a plain
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,22 +111,36 @@ def _is_costly(e: E.Expr) -> bool:
     return bool(heavy or indirect or len(gathers) > 1)
 
 
-def materialise(
-    table: HoistedTable, aux: Sequence[Any], batch: Any, heads: Any, seqlen_q: Any, seqlen_k: Any, device: Any
-) -> Any:
-    """The table's values, by torch ops on tensors or on fx proxies.
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
-    `batch`, `heads` and the lengths are ints or proxies of ints. Dimensions the term does not depend on have size 1.
-    The result is
-    contiguous float32 `(batch or 1, heads or 1, seqlen_q + seqlen_k - 1)`.
+
+def materialise(
+    table: HoistedTable,
+    aux: Sequence[Any],
+    batch: Any,
+    heads: Any,
+    seqlen_q: Any,
+    seqlen_k: Any,
+    device: Any,
+    make: Callable[..., Any] = _call,
+) -> Any:
+    """The table's values, by torch ops on tensors or on graph values.
+
+    `batch`, `heads` and the lengths are ints or graph values of ints; `make` calls a function, or records the call.
+    Dimensions the term does not depend on have size 1. The result is contiguous float32
+    `(batch or 1, heads or 1, seqlen_q + seqlen_k - 1)`.
     """
-    distance = torch.arange(seqlen_q + seqlen_k - 1, device=device) - (seqlen_q - 1)
+    used = table.value.free
+    distance = make(torch.arange, seqlen_q + seqlen_k - 1, device=device) - (seqlen_q - 1)
     names = {
-        "b": torch.reshape(torch.arange(batch, device=device), (-1, 1, 1)),
-        "h": torch.reshape(torch.arange(heads, device=device), (1, -1, 1)),
-        "q_idx": torch.zeros((1, 1, 1), dtype=torch.int64, device=device),
-        "kv_idx": torch.reshape(distance, (1, 1, -1)),
+        "q_idx": make(torch.zeros, (1, 1, 1), dtype=torch.int64, device=device),
+        "kv_idx": make(torch.reshape, distance, (1, 1, -1)),
     }
+    if "b" in used:
+        names["b"] = make(torch.reshape, make(torch.arange, batch, device=device), (-1, 1, 1))
+    if "h" in used:
+        names["h"] = make(torch.reshape, make(torch.arange, heads, device=device), (1, -1, 1))
     values = evaluate(table.value, Env(names, aux))
-    shape = (batch if "b" in table.value.free else 1, heads if "h" in table.value.free else 1, seqlen_q + seqlen_k - 1)
+    shape = (batch if "b" in used else 1, heads if "h" in used else 1, seqlen_q + seqlen_k - 1)
     return values.to(torch.float32).expand(shape).contiguous()

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from fx_inputs import placeholders
 from torch import fx
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fa4_inductor.analysis import facts
 from fa4_inductor.errors import DeclineSite
@@ -85,18 +85,6 @@ def test_eager_form(name, dtype):
     out, lse = attention_sdpa(*q_k_v, aux, spec, sizes)
     check(out, *q_k_v, aux, spec, sizes)
     assert out.transpose(1, 2).is_contiguous() and lse.shape == (0,)
-
-
-def placeholders(graph: fx.Graph, tensors: list[torch.Tensor], mode: FakeTensorMode) -> list[fx.Node]:
-    """Inputs; under a mode with a ShapeEnv the lengths of q, k and v are symbolic."""
-    nodes = []
-    for i, t in enumerate(tensors):
-        node = graph.placeholder(f"x{i}")
-        sizes = [DimDynamic.DYNAMIC if i < 3 and dim == 2 else DimDynamic.STATIC for dim in range(t.dim())]
-        context = StatelessSymbolicContext(dynamic_sizes=sizes) if mode.shape_env else None
-        node.meta["example_value"] = mode.from_tensor(t, symbolic_context=context, source=ConstantSource(f"x{i}"))
-        nodes.append(node)
-    return nodes
 
 
 def graph_of(specs, q_k_v, aux, sizes, mode, between=None):

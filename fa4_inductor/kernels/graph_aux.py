@@ -1,0 +1,76 @@
+"""Aux tensors that a prepared spec wants computed in the graph: distance tables and narrowed integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fa4_inductor.kernels.contract import widened
+from fa4_inductor.kernels.graph_values import GraphValues
+from fa4_inductor.lowering.hoist import materialise
+from fa4_inductor.lowering.prepare import Prepared
+
+Make = Callable[..., Any]
+_INT32 = torch.iinfo(torch.int32)
+
+
+def build_aux(
+    graph: fx.Graph,
+    prepared: Prepared,
+    q: fx.Node,
+    k: fx.Node,
+    aux: Sequence[fx.Node],
+    like: fx.Node,
+    memo: dict[Any, fx.Node] | None = None,
+) -> list[fx.Node]:
+    """The aux nodes of `prepared.spec`, added at the graph's insert point.
+
+    Args:
+        q, k: (B, Hq, Sq, D), (B or 1, Hkv, Sk, D). aux: of the original spec. All carry `example_value`.
+        like, memo: as in `kernels.sdpa.build_sdpa`.
+    """
+    values, memo = GraphValues(graph, like), {} if memo is None else memo
+    batch, heads, seqlen_q, seqlen_k = (values.length(node, dim) for node, dim in ((q, 0), (q, 1), (q, 2), (k, 2)))
+    sizes = (batch, heads, seqlen_q, seqlen_k)
+    known = tuple(n if isinstance(n, int) else str(values.value_of(n)) for n in sizes)
+    wide = [widened(t, a.kind) for t, a in zip(map(values.wrap, aux), prepared.source.aux, strict=True)]
+    device = values.wrap(q).device
+
+    def shared(key: tuple, build: Callable[..., Any], *args: Any) -> fx.Node:
+        node = memo.get(key)
+        if node is None or not values.still_valid(node):
+            with values.real_constants():
+                node = memo[key] = build(*args).node
+        return node
+
+    sources = list(aux)
+    for table in prepared.tables:
+        key = ("table", str(table.value), known, tuple(aux))
+        sources.append(shared(key, materialise, table, wide, *sizes, device, values.make))
+    return [
+        shared(("narrow", sources[s]), narrow, values.make, values.wrap(sources[s]))
+        if i in prepared.narrowed
+        else sources[s]
+        for i, s in enumerate(prepared.slots)
+    ]
+
+
+def eager_aux(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, aux: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The aux tensors of `prepared.spec`, computed now."""
+    wide = [widened(t, a.kind) for t, a in zip(aux, prepared.source.aux, strict=True)]
+    (batch, heads, seqlen_q, _), seqlen_k = q.shape, k.shape[2]
+    tables = [materialise(t, wide, batch, heads, seqlen_q, seqlen_k, q.device) for t in prepared.tables]
+    sources = [*aux, *tables]
+    return [narrow(_call, sources[s]) if i in prepared.narrowed else sources[s] for i, s in enumerate(prepared.slots)]
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def narrow(make: Make, tensor: Any) -> Any:
+    """int64 as int32; values beyond it saturate, so that order is kept."""
+    return make(torch.clamp, tensor, _INT32.min, _INT32.max).to(torch.int32)

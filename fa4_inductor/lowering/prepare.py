@@ -1,0 +1,55 @@
+"""A spec as the CuTe kernel wants it: what the graph computes better once than the kernel per score becomes an aux
+tensor.
+
+Costly terms of the distance become tables (`lowering.hoist`); int64 tensors that are read per row or per key are
+narrowed to int32, saturating, as the kernel's arithmetic would do it at each load. The graph then does the rest, once
+for all layers that share it (`kernels.graph_aux`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from fa4_inductor.analysis.parts import Stage, stage
+from fa4_inductor.lowering.hoist import HoistedTable, hoist_distance_terms
+from fa4_inductor.spec.attention import AttentionSpec, AuxSpec
+from fa4_inductor.spec.expr import Expr, walk
+from fa4_inductor.spec.simplify import drop_unused_aux
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What to launch and how its aux tensors come from those of the original spec.
+
+    Attributes:
+        spec: equivalent to the original over the new aux tensors.
+        source: the original spec.
+        tables: computed from the original aux tensors; table i is slot `len(source.aux) + i` below.
+        slots: for each aux tensor of `spec`, the original slot or table it is.
+        narrowed: aux tensors of `spec` that are int64 in the original and int32 here.
+    """
+
+    spec: AttentionSpec
+    source: AttentionSpec
+    tables: tuple[HoistedTable, ...]
+    slots: tuple[int, ...]
+    narrowed: frozenset[int]
+
+
+def prepare(spec: AttentionSpec) -> Prepared:
+    """`spec` for the kernel. A spec that needs nothing comes back as it is, with all its slots."""
+    hoisted, tables = hoist_distance_terms(spec)
+    result, slots = drop_unused_aux(hoisted) if tables else (spec, tuple(range(len(spec.aux))))
+    read = _read_per_row_or_key(result)
+    narrowed = frozenset(i for i, aux in enumerate(result.aux) if aux.dtype == "int64" and i in read)
+    if narrowed:
+        aux = tuple(AuxSpec("int32", a.ndim) if i in narrowed else a for i, a in enumerate(result.aux))
+        result = dataclasses.replace(result, aux=aux)
+    return Prepared(result, spec, tables, slots, narrowed)
+
+
+def _read_per_row_or_key(spec: AttentionSpec) -> set[int]:
+    """Slots with a load that is not uniform per (b, h); for the others one conversion per tile is nothing."""
+    roots: list[Expr] = [r for r in (spec.score, spec.keep, spec.sink) if r is not None]
+    return {n.value for n in walk(*roots) if n.op == "load" and stage(n) is not Stage.UNIFORM}
