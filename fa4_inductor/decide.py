@@ -11,6 +11,7 @@ from torch import fx
 
 from fa4_inductor import log
 from fa4_inductor.errors import Declined, DeclineReason, DeclineSite, KernelUnavailable
+from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.lowering.select import choose
 from fa4_inductor.lowering.support import Operands
 from fa4_inductor.patterns.match import AttentionMatch, Site
@@ -164,4 +165,5 @@ def _key_of(match: AttentionMatch, settings: Settings) -> CompileKey:
     q, k, v = operand_values(match)
     group = int(q.shape[1]) // int(k.shape[1])
     target = _target(q, settings, explaining=False)
-    return compiler.forward_key(match.spec.text, q.dtype, int(q.shape[3]), int(v.shape[3]), group, False, target)
+    program = prepare(match.spec).spec.text
+    return compiler.forward_key(program, q.dtype, int(q.shape[3]), int(v.shape[3]), group, False, target)

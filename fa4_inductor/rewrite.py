@@ -19,7 +19,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.kernels.graph_aux import build_aux
 from fa4_inductor.kernels.sdpa import build_sdpa
+from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep, apply_view
 from fa4_inductor.runtime.ops import ATTENTION
 
@@ -130,7 +132,11 @@ class Splicer:
         aux: list[fx.Node],
         sizes: list[Any],
     ) -> fx.Node:
-        args = (q, k, v, aux, match.spec.text, sizes, implementation)
+        spec = match.spec
+        if implementation == "cute":
+            prepared = prepare(spec)
+            spec, aux = prepared.spec, build_aux(self.graph, prepared, q, k, aux, match.output, self._masks)
+        args = (q, k, v, aux, spec.text, sizes, implementation)
         return self.call("call_function", ATTENTION, args, match.output)
 
     def _sdpa_node(

@@ -9,6 +9,7 @@ for all layers that share it (`kernels.graph_aux`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from fa4_inductor.analysis.parts import Stage, stage
@@ -37,6 +38,7 @@ class Prepared:
     narrowed: frozenset[int]
 
 
+@functools.lru_cache(maxsize=1024)
 def prepare(spec: AttentionSpec) -> Prepared:
     """`spec` for the kernel. A spec that needs nothing comes back as it is, with all its slots."""
     hoisted, tables = hoist_distance_terms(spec)
