@@ -1,6 +1,8 @@
 """The backend: what is fused, forwarded, counted; and that nothing of ours can break a user's model."""
 
+import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -331,3 +333,36 @@ def test_a_dynamo_reset_reaches_inductors_cuda_graphs(monkeypatch, uncompiled):
     torch.compile(lambda x: x + 1, backend="fa4")(torch.ones(2))
     torch._dynamo.reset()
     assert calls
+
+
+def test_inference_mode(uncompiled):
+    args = qkv()
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(attention)(*args), attention(*args))
+    assert log.counters()["fused"] == 1
+
+
+_PROCESS = """
+import json, sys, torch
+sys.path.insert(0, "tests/cpu")
+from test_backend import attention, compiled, qkv
+from torch._dynamo.utils import counters
+f = compiled(lambda q, k, v: attention(q, k, v).sum(1))
+with torch.no_grad():
+    f(*qkv())
+names = {"fx": "inductor", "aot": "aot_autograd", "fa4": "fa4"}
+print(json.dumps({short: dict(counters[name]) for short, name in names.items()}))
+"""
+
+
+def test_a_second_process_finds_inductors_caches_warm(tmp_path):
+    def run():
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", _PROCESS]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    first, second = run(), run()
+    assert first["fx"]["fxgraph_cache_miss"] == 1 and first["fa4"]["fused"] == second["fa4"]["fused"] == 1
+    assert second["fx"]["fxgraph_cache_hit"] == 1 and second["aot"]["autograd_cache_hit"] == 1
