@@ -71,7 +71,16 @@ def forward_cases() -> list[Case]:
 
 def program_cases() -> list[Case]:
     """Masks and score mods, B2 H16 S8192."""
-    names = ("causal", "softcap_causal", "alibi_causal", "t5_table", "dense_bias", "window", "padding", "document_causal")
+    names = (
+        "causal",
+        "softcap_causal",
+        "alibi_causal",
+        "t5_table",
+        "dense_bias",
+        "window",
+        "padding",
+        "padding_causal",
+    )
     return [Case(d, 8192, name, 16, 16, 2) for d in (128, 64) for name in names]
 
 
@@ -95,7 +104,7 @@ def make_inputs(case: Case) -> tuple[Any, Any, Any, tuple[Any, ...], tuple[int, 
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
     aux = fwd_cases.make_aux(case.program, random.Random(0), case.b, case.heads, case.seqlen, case.seqlen)
-    if case.program == "padding":
+    if "padding" in case.program:
         aux = (torch.ones_like(aux[0]),)
     sizes = (WINDOW,) if "window" in case.program else ()
     return operand(case.heads), operand(case.kv_heads), operand(case.kv_heads), aux, sizes
@@ -180,7 +189,6 @@ def time_interleaved(runs: dict[str, Callable[[], Any]], rounds: int, budget_ms:
 
 def relative_error(case: Case, inputs: Any, out: Any) -> float:
     """Largest error against fp32 over the last rows of the last head, relative to the largest value."""
-    import fwd_cases
     import torch
 
     q, k, v, aux, sizes = inputs
@@ -195,7 +203,9 @@ def relative_error(case: Case, inputs: Any, out: Any) -> float:
     return float((out[-1, -1, -rows:].float() - exact).abs().max() / exact.abs().max())
 
 
-def run_case(case: Case, peers: list[str], variants: list[dict[str, Any]], rounds: int, budget_ms: float) -> dict[str, Any]:
+def run_case(
+    case: Case, peers: list[str], variants: list[dict[str, Any]], rounds: int, budget_ms: float
+) -> dict[str, Any]:
     inputs = make_inputs(case)
     runs: dict[str, Callable[[], Any]] = {}
     notes: dict[str, str] = {}
@@ -262,7 +272,7 @@ def write(results: list[dict[str, Any]], suite: str, folder: Path) -> None:
 
 
 def parse_variants(text: str) -> list[dict[str, Any]]:
-    """"a=1,b=2;c=3" -> [{}, {a: 1, b: 2}, {c: 3}]; the table's own configuration is always first."""
+    """ "a=1,b=2;c=3" -> [{}, {a: 1, b: 2}, {c: 3}]; the table's own configuration is always first."""
     import ast
 
     table: list[dict[str, Any]] = [{}]

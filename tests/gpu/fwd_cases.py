@@ -1,4 +1,7 @@
-"""Random inputs, an fp32 reference and an error bound for the forward kernel, by fixture program (tests/compile/programs)."""
+"""Random inputs, an fp32 reference and an error bound for the forward kernel.
+
+Everything is keyed by the name of a fixture program (tests/compile/programs).
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,10 @@ class Inputs:
     sizes: tuple[int, ...]
 
 
-def _operand(rng: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype, amplitude: float) -> torch.Tensor:
-    """(B, H, S, D) in one of the layouts that models produce: BHSD, BSHD, a slice of a fused projection, expanded batch."""
+def _operand(
+    rng: random.Random, shape: tuple[int, int, int, int], dtype: torch.dtype, amplitude: float
+) -> torch.Tensor:
+    """(B, H, S, D) in one of the layouts that models produce: BHSD, BSHD, a slice of a fused projection or cache."""
     b, h, s, d = shape
     layout = rng.choice(["bhsd", "bshd", "fused", "sliced"])
     if layout == "bhsd":
@@ -57,9 +62,16 @@ def make_aux(name: str, rng: random.Random, b: int, h: int, sq: int, sk: int) ->
     """The aux tensors of a fixture program."""
     if name == "alibi_causal":
         return (2.0 ** (-8.0 * torch.arange(1, h + 1, device="cuda") / h),)
-    if name == "padding":
+    if name in ("padding", "padding_causal"):
+        # right padding, left padding, no key at all, holes
         lengths = torch.tensor([rng.choice([0, 1, sk // 2, sk]) for _ in range(b)], device="cuda")
-        return (torch.arange(sk, device="cuda")[None] < lengths[:, None],)
+        kept = torch.arange(sk, device="cuda")[None] < lengths[:, None]
+        style = rng.choice(["right", "left", "holes"])
+        if style == "left":
+            kept = kept.flip(1)
+        if style == "holes":
+            kept = torch.rand(b, sk, device="cuda") < 0.9
+        return (kept,)
     if name == "dense_mask":
         mask = torch.rand(b, sq, sk, device="cuda") < 0.3
         mask[:, sq // 3 : sq // 2] = False
@@ -87,7 +99,7 @@ def reference(name: str, x: Inputs, low_precision: bool) -> tuple[torch.Tensor, 
     qi = torch.arange(sq, device="cuda")[:, None]
     ki = torch.arange(sk, device="cuda")[None]
     keep = torch.ones(b, 1, sq, sk, dtype=torch.bool, device="cuda")
-    if name in ("causal", "softcap_causal", "alibi_causal", "document_causal"):
+    if "causal" in name:
         keep = keep & (ki <= qi)
     if name in ("window", "sink_window"):
         keep = keep & (ki <= qi) & (ki > qi - x.sizes[0])
@@ -95,7 +107,7 @@ def reference(name: str, x: Inputs, low_precision: bool) -> tuple[torch.Tensor, 
         s = 20 * torch.tanh(s / 20)
     if name == "alibi_causal":
         s = s + (x.aux[0][:, None, None] * (ki - qi)).to(dtype)
-    if name == "padding":
+    if "padding" in name:
         keep = keep & x.aux[0][:, None, None]
     if name == "dense_mask":
         keep = keep & x.aux[0][:, None]
@@ -143,7 +155,9 @@ def random_inputs(name: str, rng: random.Random, dtype: str, dims: tuple[int, in
     return Inputs(q, k, v, dims[0] ** -0.5, aux, sizes)
 
 
-def launch(compiled: Any, program: ModuleType, x: Inputs, need_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+def launch(
+    compiled: Any, program: ModuleType, x: Inputs, need_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
     """Run the compiled kernel on poisoned outputs; returns (out, lse, guard rows untouched)."""
     b, h, sq, _ = x.q.shape
     buffer = torch.full((b, sq + GUARD_ROWS, h, x.v.shape[-1]), GUARD, dtype=x.q.dtype, device="cuda")

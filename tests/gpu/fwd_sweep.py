@@ -16,7 +16,7 @@ Job = tuple[str, str, int, int, int, bool, tuple[tuple[str, object], ...]]
 
 _NAMES = (
     "plain", "causal", "window", "softcap_causal", "alibi_causal", "padding", "dense_mask", "dense_bias", "t5_table",
-    "sink_window", "document_causal",
+    "sink_window", "document_causal", "padding_causal",
 )  # fmt: skip
 
 
@@ -41,10 +41,9 @@ def jobs() -> list[Job]:
 
 def run_job(job: Job, count: int, seed: int) -> tuple[Job, int, list[str], float]:
     """Build one kernel and check it on `count` random shapes; returns the failures."""
-    import torch
-
     import fwd_cases as cases
     import prebuilt
+    import torch
 
     name, dtype, d, dv, group, need_lse, overrides = job
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -28,11 +28,11 @@ def _fingerprint(parts: Any) -> str:
     return digest.hexdigest()[:24]
 
 
-def resolve_config(name: str, d: int, dv: int, overrides: Any) -> Any:
+def resolve_config(name: str, d: int, dv: int, overrides: Any, seqlen_q: int | None = None) -> Any:
     from fa4_inductor.lowering.config_table import select_config
 
     program = cases.load_program(name)
-    config = select_config(d, dv, program.MASKED, program.PLAIN)
+    config = select_config(d, dv, program.MASKED, program.PLAIN, len(getattr(program, "AUX", ())), seqlen_q)
     assert config is not None
     return dataclasses.replace(config, **dict(overrides))
 

@@ -1,4 +1,7 @@
-"""A consumer warpgroup: S = Q K^T, softmax, O += P V for its 64 query rows, with S of the next tile issued before PV of this one."""
+"""A consumer warpgroup: S = Q K^T, softmax, O += P V for its 64 query rows.
+
+S of the next key tile is issued before PV of this one, so that the softmax runs while the tensor cores work.
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -75,21 +78,37 @@ class Consumer(TraceObject):
 
     # -- the steps ------------------------------------------------------------------------------------------------
 
-    def scores(self, n: Int32, at, mask: bool) -> None:
-        """Turn the raw S of key tile n into program scores."""
-        tile_n = self.fwd.config.tile_n
+    def ahead(self, at, n: Int32, mask: bool) -> tuple:
+        """What the scores of key tile n need from memory: (column values, whether keep_column drops nothing).
+
+        Issued while the tensor cores compute S, so that the loads have arrived by then.
+        """
+        softmax, ctx, tile_n = self.softmax, self.ctx, self.fwd.config.tile_n
         kv_first = n * tile_n + fragment.thread_column(self.lane)
-        self.softmax.apply_program(self.s, self.ctx, at.b, at.h, at.q_rows, kv_first, at.u, at.rows, mask)
+        columns = softmax.columns(ctx, at.b, at.h, kv_first, at.u, cute.size(self.s), mask)
+        if mask or not self.fwd.program.has_keep_column:
+            return columns, None
+        return columns, softmax.all_columns_kept(ctx, at.b, at.h, n * tile_n, tile_n, at.u)
+
+    def scores(self, n: Int32, at, ahead: tuple, mask: bool) -> None:
+        """Turn the raw S of key tile n into program scores."""
+        columns, all_kept = ahead
+        softmax, ctx, tile_n = self.softmax, self.ctx, self.fwd.config.tile_n
+        kv_first = n * tile_n + fragment.thread_column(self.lane)
+        softmax.apply_program(self.s, ctx, at.b, at.h, at.q_rows, columns, at.u, at.rows, mask)
+        if all_kept is not None:
+            softmax.mask_columns(all_kept, self.s, ctx, at.b, at.h, kv_first, at.u)
         if mask:
-            self.softmax.mask_edge(self.s, kv_first, (n + 1) * tile_n, self.ctx.seqlen_k)
+            softmax.mask_edge(self.s, kv_first, (n + 1) * tile_n, ctx.seqlen_k)
 
     def first(self, at, n: Int32, index: Int32, phase: Int32) -> None:
         """First key tile of a query tile: S, softmax, P; its PV is left to the next step."""
         cute.arch.mbarrier_wait(self.bars.k_full + index, phase)
         issue_gemm(self.mma_qk, self.s, self.q, self.k[None, None, None, index], zero=True)
+        ahead = self.ahead(at, n, mask=True)
         warpgroup.wait_group(0)
         self.release(self.bars.k_empty + index)
-        self.scores(n, at, mask=True)
+        self.scores(n, at, ahead, mask=True)
         self.softmax.shift(self.s)
         self.softmax.exponentiate(self.s)
         fragment.convert_to_half(self.s, self.p)
@@ -99,8 +118,8 @@ class Consumer(TraceObject):
 
         Without mask and with the optimistic maximum the shift stays as it is (see redo.py).
         """
+        bars, softmax = self.bars, self.softmax
         fixed_shift = self.fwd.optimistic and not mask
-        bars = self.bars
         v_index, v_phase = index, phase
         index, phase = advance(index, phase, self.fwd.config.num_stages)
         cute.arch.mbarrier_wait(bars.k_full + index, phase)
@@ -109,16 +128,21 @@ class Consumer(TraceObject):
         cute.arch.mbarrier_wait(bars.v_full + v_index, v_phase)
         issue_gemm(self.mma_pv, self.o, self.p, self.v[None, None, None, v_index], zero=False)
         self.order_pass()
+        ahead = self.ahead(at, n, mask)
         warpgroup.wait_group(1)
         self.release(bars.k_empty + index)
-        self.scores(n, at, mask)
-        grew = Boolean(False) if fixed_shift else self.softmax.shift(self.s)
-        self.softmax.exponentiate(self.s)
+        self.scores(n, at, ahead, mask)
+        if fixed_shift:
+            if self.fwd.program.has_keep_column:
+                softmax.seed(self.s)
+        else:
+            grew = softmax.shift(self.s)
+        softmax.exponentiate(self.s)
         warpgroup.wait_group(0)
         self.release(bars.v_empty + v_index)
         fragment.convert_to_half(self.s, self.p)
         if not fixed_shift:
-            self.softmax.rescale(grew, self.o)
+            softmax.rescale(grew, self.o)
         return index, phase
 
     def last(self, index: Int32, phase: Int32) -> tuple:

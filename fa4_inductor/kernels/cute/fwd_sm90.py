@@ -1,7 +1,7 @@
 """FwdSm90: the sm_90a forward attention kernel (one producer warp with TMA, 1-3 consumer warpgroups with wgmma).
 
-Algorithm: FlashAttention-3 (arXiv 2407.08608) with the conditional rescale of FlashAttention-4 (arXiv 2603.05451), score
-and keep programs inlined into the softmax, and key tiles classed into empty (never loaded), masked and full.
+Algorithm: FlashAttention-3 (arXiv 2407.08608) with the conditional rescale of FlashAttention-4 (arXiv 2603.05451),
+score and keep programs inlined into the softmax, and key tiles classed into empty (never loaded), masked and full.
 `build.build_forward` compiles it; this module is the device code's skeleton: layouts, shared memory, roles.
 """
 
@@ -165,8 +165,12 @@ class FwdSm90:
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         slab = [0, 1]
         tma_q = cpasync.make_tiled_tma_atom(load, q, cute.select(layouts.q, mode=slab), (64, self.tile_d))
-        tma_k = cpasync.make_tiled_tma_atom(load, k, cute.select(layouts.k, mode=slab), (self.config.tile_n, self.tile_d))
-        tma_v = cpasync.make_tiled_tma_atom(load, v, cute.select(layouts.v, mode=slab), (self.config.tile_n, self.tile_dv))
+        tma_k = cpasync.make_tiled_tma_atom(
+            load, k, cute.select(layouts.k, mode=slab), (self.config.tile_n, self.tile_d)
+        )
+        tma_v = cpasync.make_tiled_tma_atom(
+            load, v, cute.select(layouts.v, mode=slab), (self.config.tile_n, self.tile_dv)
+        )
         tma_o = cpasync.make_tiled_tma_atom(store, out, cute.select(layouts.o, mode=slab), (64, self.tile_dv))
         seqlen_q, num_heads, batch = q.shape[0], q.shape[2], q.shape[3]
         seqlen_k = k.shape[0]
@@ -263,8 +267,10 @@ class FwdSm90:
         )
         if self.output_aliases_q:
             # the output slab of a warpgroup lies inside its own Q slab, so no other warpgroup is involved
-            outer = cute.append(cute.select(layouts.o.outer, mode=[0, 1]), cute.make_layout(
-                self.config.num_consumers, stride=64 * self.tile_d))
+            outer = cute.append(
+                cute.select(layouts.o.outer, mode=[0, 1]),
+                cute.make_layout(self.config.num_consumers, stride=64 * self.tile_d),
+            )
             o = storage.q.get_tensor(outer, swizzle=layouts.o.inner)
         else:
             o = storage.o.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)

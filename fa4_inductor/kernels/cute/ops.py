@@ -79,7 +79,7 @@ def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def select(cond: Boolean, a, b, *, loc=None, ip=None):
-    """a where cond else b, without a branch; a and b are both evaluated and have one type (Python numbers are converted)."""
+    """a where cond else b, without a branch; both are evaluated and have one type (Python numbers are converted)."""
     kind = type(a) if isinstance(a, cutlass.Numeric) else type(b)
     if not issubclass(kind, cutlass.Numeric):
         kind = Int32 if isinstance(a, int) and isinstance(b, int) else Float32

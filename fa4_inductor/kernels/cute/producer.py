@@ -59,8 +59,13 @@ def _acquire(full: cute.Pointer, empty: cute.Pointer, phase: Int32, num_bytes: c
 
 @cute.jit
 def load_keys(
-    fwd: cutlass.Constexpr, bars: cutlass.Constexpr, load_k: cutlass.Constexpr, load_v: cutlass.Constexpr,
-    keys: cutlass.Constexpr, index: Int32, phase: Int32,
+    fwd: cutlass.Constexpr,
+    bars: cutlass.Constexpr,
+    load_k: cutlass.Constexpr,
+    load_v: cutlass.Constexpr,
+    keys: cutlass.Constexpr,
+    index: Int32,
+    phase: Int32,
 ):
     """K of tile j ahead of V of tile j - 1, the order the consumers use them in. Returns the new ring state."""
     _acquire(bars.k_full + index, bars.k_empty + index, phase, fwd.k_bytes)

@@ -6,6 +6,7 @@ from cutlass import Boolean, Float32, Int32
 
 from fa4_inductor.kernels.cute.static import TraceObject
 
+
 class ProgramContext(TraceObject):
     """What every program function gets first: run-time inputs beside q, k and v.
 
@@ -31,8 +32,10 @@ class Program(TraceObject):
 
     `uniform`, `row` and `column` may be missing (no such values); `kv_range` and `kv_full` may be missing for a program
     that is not MASKED; `score` for a PLAIN one; `sink` without HAS_SINK.
-    RAW_SCORE (optional, False): `score` receives q.k without the scale and multiplies by ctx.softmax_scale itself, so that
-    it can fold the scale into its own constants (once, in `uniform`).
+    `keep_column` (optional): keep_column(ctx, b, h, kv_idx, u, c) -> Boolean is a factor of keep that knows only the
+    key; kv_full then speaks of the other factors alone, and full tiles test their columns instead of every element.
+    RAW_SCORE (optional, False): `score` receives q.k without the scale and multiplies by ctx.softmax_scale itself, so
+    that it can fold the scale into its own constants (once, in `uniform`).
     """
 
     def __init__(self, module: ModuleType):
@@ -70,6 +73,13 @@ class Program(TraceObject):
 
     def keep(self, ctx: ProgramContext, b, h, q_idx, kv_idx, u, r, c) -> Boolean:
         return Boolean(self.module.keep(ctx, b, h, q_idx, kv_idx, u, r, c))
+
+    @property
+    def has_keep_column(self) -> bool:
+        return self.masked and hasattr(self.module, "keep_column")
+
+    def keep_column(self, ctx: ProgramContext, b, h, kv_idx, u, c) -> Boolean:
+        return Boolean(self.module.keep_column(ctx, b, h, kv_idx, u, c))
 
     def sink(self, ctx: ProgramContext, b, h, q_idx) -> Float32:
         return Float32(self.module.sink(ctx, b, h, q_idx))

@@ -1,7 +1,7 @@
 """Tiles that must be computed again because their fixed softmax shift did not hold.
 
-In full tiles the shift of a row stays what the masked tiles left (at least one tile is treated as masked), so the softmax
-needs no maximum and O no rescale. Softmax is shift invariant: with 8 exponent bits in P and in the sums, any shift is
+In full tiles the shift of a row stays what the masked tiles left (at least one tile is treated as masked), so the
+softmax needs no maximum and O no rescale. Softmax is shift invariant: with 8 exponent bits in P and in the sums, any shift is
 exact to rounding as long as the row sum stays within [2^-2, 2^90] and O is finite. That is verified when the tile ends.
 A tile that fails is marked here, and after the CTA's last tile every marked one runs again with a running maximum.
 """
@@ -19,7 +19,7 @@ _SUM_LOW, _SUM_HIGH, _O_HIGH = 2.0**-2, 2.0**90, 2.0**100
 
 
 class RedoList(TraceObject):
-    """A bit per round of the CTA in shared memory, and the mbarrier that says the consumers have finished the first pass."""
+    """A bit per round of the CTA in shared memory, and the mbarrier that ends the consumers' first pass."""
 
     def __init__(self, storage, enabled: bool):
         self.enabled = enabled

@@ -15,6 +15,21 @@ from fa4_inductor.kernels.cute.static import TraceObject
 RESCALE_THRESHOLD_LOG2 = 8.0
 
 
+def _first_register(col: int) -> int:
+    """Register of the thread's column `col` in its first row."""
+    return 4 * (col >> 1) + (col & 1)
+
+
+def _row_maximum(scores: cute.Tensor, r: int, start: Float32) -> Float32:
+    """Maximum of `start` and the thread's scores in its row r."""
+    s = fragment.flat(scores)
+    top = start
+    for i in range(cute.size(s)):
+        if fragment.row_of(i) == r:
+            top = ops.fmax(top, s[i])
+    return top
+
+
 class Softmax(TraceObject):
     """State and steps of the softmax of the two rows a thread holds.
 
@@ -36,13 +51,40 @@ class Softmax(TraceObject):
             self.row_max[r] = -Float32.inf
             self.row_sum[r] = Float32(0.0)
 
+    def columns(self, ctx: ProgramContext, b, h, kv_first: Int32, u: tuple, size: int, mask: bool) -> list:
+        """(kv_idx, column values) of each of the thread's columns, as far as the scores of this tile need them.
+
+        Called while the tensor cores compute S, so that the program's column loads are in flight by then.
+
+        Args:
+            kv_first: kv_idx of the thread's first column. u: values of `uniform`. size: scores per thread.
+            mask: whether `keep` will be evaluated.
+        """
+        program = self.program
+        if program.plain and not (mask and program.masked):
+            return []
+        columns = []
+        for col in range(size // fragment.ROWS):
+            kv_idx = kv_first + fragment.column_of(_first_register(col))
+            columns.append((kv_idx, program.column(ctx, b, h, kv_idx, u)))
+        return columns
+
     def apply_program(
-        self, scores: cute.Tensor, ctx: ProgramContext, b, h, q_rows: tuple, kv_first: Int32, u: tuple, rows: tuple, mask: bool
+        self,
+        scores: cute.Tensor,
+        ctx: ProgramContext,
+        b,
+        h,
+        q_rows: tuple,
+        columns: list,
+        u: tuple,
+        rows: tuple,
+        mask: bool,
     ) -> None:
         """Replace raw q.k by program scores (log2 units), and by -inf where the key does not take part.
 
         Args:
-            q_rows: q_idx of the thread's two rows. kv_first: kv_idx of its first column.
+            q_rows: q_idx of the thread's two rows. columns: from `columns`.
             u, rows: values of `uniform`, and of `row` for both rows.
             mask: evaluate keep.
         """
@@ -51,12 +93,9 @@ class Softmax(TraceObject):
         if program.plain and not mask:
             return
         s = fragment.flat(scores)
-        for col in range(cute.size(s) // fragment.ROWS):
-            first = 4 * (col >> 1) + (col & 1)
-            kv_idx = kv_first + fragment.column_of(first)
-            c = program.column(ctx, b, h, kv_idx, u)
+        for col, (kv_idx, c) in enumerate(columns):
             for r in range(fragment.ROWS):
-                i = first + 2 * r
+                i = _first_register(col) + 2 * r
                 value = s[i]
                 if not program.plain:
                     value = program.score(ctx, value, b, h, q_rows[r], kv_idx, u, rows[r], c)
@@ -65,25 +104,68 @@ class Softmax(TraceObject):
                     value = ops.select(keep, value, -Float32.inf)
                 s[i] = value
 
+    def all_columns_kept(self, ctx: ProgramContext, b, h, tile_first: Int32, tile_n: int, u: tuple) -> Boolean:
+        """Whether keep_column holds in all columns of the tile; each lane of a warp tests its share of them."""
+        kept = Boolean(True)
+        for i in range((tile_n + 31) // 32):
+            kv_idx = tile_first + ops.imin(cute.arch.lane_idx() + 32 * i, tile_n - 1)
+            c = self.program.column(ctx, b, h, kv_idx, u)
+            kept = kept & self.program.keep_column(ctx, b, h, kv_idx, u, c)
+        return cute.arch.vote_all_sync(kept)
+
+    @cute.jit
+    def mask_columns(
+        self,
+        all_kept: Boolean,
+        scores: cute.Tensor,
+        ctx: cutlass.Constexpr,
+        b,
+        h,
+        kv_first: Int32,
+        u: cutlass.Constexpr,
+    ):
+        """-inf in the columns that keep_column drops; a branch, since most tiles have none."""
+        if not all_kept:
+            self._drop_columns(scores, ctx, b, h, kv_first, u)
+
+    def _drop_columns(self, scores: cute.Tensor, ctx: ProgramContext, b, h, kv_first: Int32, u: tuple) -> None:
+        s = fragment.flat(scores)
+        for col in range(cute.size(s) // fragment.ROWS):
+            first = _first_register(col)
+            kv_idx = kv_first + fragment.column_of(first)
+            keep = self.program.keep_column(ctx, b, h, kv_idx, u, self.program.column(ctx, b, h, kv_idx, u))
+            for i in (first, first + 2):
+                s[i] = ops.select(keep, s[i], -Float32.inf)
+
+    @cute.jit
+    def seed(self, scores: cute.Tensor):
+        """Give rows that have seen no key so far (sum and O still zero) the maximum of these scores as their shift."""
+        unset = (self.row_max[0] == -Float32.inf) | (self.row_max[1] == -Float32.inf)
+        if cute.arch.vote_any_sync(unset):
+            self._seed_unset_rows(scores)
+
+    def _seed_unset_rows(self, scores: cute.Tensor) -> None:
+        for r in range(fragment.ROWS):
+            top = ops.quad_max(_row_maximum(scores, r, -Float32.inf))
+            self.row_max[r] = ops.select(self.row_max[r] == -Float32.inf, top, self.row_max[r])
+
     @cute.jit
     def mask_edge(self, scores: cute.Tensor, kv_first: Int32, tile_end: Int32, seqlen_k: Int32):
         """-inf for the columns at and behind seqlen_k; a branch, since few tiles have any."""
         if tile_end > seqlen_k:
-            s = fragment.flat(scores)
-            for i in cutlass.range_constexpr(cute.size(s)):
-                s[i] = ops.select(kv_first + fragment.column_of(i) < seqlen_k, s[i], -Float32.inf)
+            self._drop_from(scores, seqlen_k - kv_first)
+
+    def _drop_from(self, scores: cute.Tensor, limit: Int32) -> None:
+        s = fragment.flat(scores)
+        for i in range(cute.size(s)):
+            s[i] = ops.select(limit > fragment.column_of(i), s[i], -Float32.inf)
 
     def shift(self, scores: cute.Tensor) -> Boolean:
         """Move row_max to cover these scores; returns whether O has to be multiplied by `factor` (warp-uniform)."""
-        s = fragment.flat(scores)
         tops = []
         grew = Boolean(False)
         for r in range(fragment.ROWS):
-            top = self.row_max[r]
-            for i in range(cute.size(s)):
-                if fragment.row_of(i) == r:
-                    top = ops.fmax(top, s[i])
-            tops.append(ops.quad_max(top))
+            tops.append(ops.quad_max(_row_maximum(scores, r, self.row_max[r])))
             grew = grew | ((tops[r] - self.row_max[r]) * self.unit > RESCALE_THRESHOLD_LOG2)
         grew = cute.arch.vote_any_sync(grew)
         for r in range(fragment.ROWS):
@@ -116,9 +198,12 @@ class Softmax(TraceObject):
     def rescale(self, needed: Boolean, acc_o: cute.Tensor):
         """O <- O * factor where the last shift asks for it."""
         if needed:
-            o = fragment.flat(acc_o)
-            for i in cutlass.range_constexpr(cute.size(o)):
-                o[i] = o[i] * self.factor[fragment.row_of(i)]
+            self._multiply(acc_o)
+
+    def _multiply(self, acc_o: cute.Tensor) -> None:
+        o = fragment.flat(acc_o)
+        for i in range(cute.size(o)):
+            o[i] = o[i] * self.factor[fragment.row_of(i)]
 
     def reduce_sums(self) -> None:
         """row_sum <- sum over the quad that shares the row."""
@@ -126,7 +211,7 @@ class Softmax(TraceObject):
             self.row_sum[r] = ops.quad_sum(self.row_sum[r])
 
     def finish(self, ctx: ProgramContext, b, h, q_rows: tuple) -> tuple[list, list, list]:
-        """Per row: the multiplier that normalises O, the natural-log LSE, and whether the row is empty; after `reduce_sums`.
+        """Per row: the multiplier that normalises O, the natural-log LSE, whether the row is empty. After `reduce_sums`.
 
         An empty row gets multiplier 0 and LSE -inf; with a sink, the sink's LSE.
         """

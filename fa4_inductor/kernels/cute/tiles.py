@@ -1,6 +1,7 @@
 """Which tiles a CTA works on: the order of query tiles, and the classes of key tiles of one query tile.
 
-Everything here is scalar Int32 arithmetic that the producer warp and the consumer warpgroups both evaluate; they must agree.
+Everything here is scalar Int32 arithmetic that the producer warp and the consumer warpgroups both evaluate: they must
+agree.
 """
 
 from cutlass import Boolean, Int32
@@ -15,7 +16,8 @@ class TileOrder(TraceObject):
 
     A long tile and a short one of the same head, m and num_m - 1 - m, form a pair: pairs cost the same under causal
     masks as under none, so dealing them out evenly balances the CTAs without any run-time counter. The last pairs are
-    dealt out as single tiles, long ones first, in rounds of alternating direction, so that no CTA waits for a whole pair.
+    dealt out as single tiles, long ones first, in rounds of alternating direction, so that no CTA waits for
+    a whole pair.
 
     (b, h) are cut into sections whose K and V fit in L2 together; a section is finished before the next one starts.
 
@@ -59,8 +61,8 @@ class TileOrder(TraceObject):
 class KeyTiles(TraceObject):
     """Key tiles of one query tile, in the order they are visited.
 
-    First the masked tiles right of the full ones (descending), then the masked tiles left of them (descending), then the
-    full ones (descending). Full tiles run without mask code. At least one tile counts as masked: the first visited.
+    First the masked tiles right of the full ones (descending), then the masked tiles left of them (descending), then
+    the full ones (descending). Full tiles run without mask code. At least one tile counts as masked: the first visited.
 
     Attributes:
         count: tiles visited; 0 means every row is empty.

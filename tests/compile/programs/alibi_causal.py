@@ -1,4 +1,7 @@
-"""score = score + aux0[h] * float(kv_idx - q_idx); keep = kv_idx <= q_idx. The row-constant part is kept (LSE needs it)."""
+"""score = score + aux0[h] * float(kv_idx - q_idx); keep = kv_idx <= q_idx.
+
+The row-constant part is kept: the LSE needs it.
+"""
 
 from cutlass import Float32
 

@@ -1,0 +1,31 @@
+"""keep = (kv_idx <= q_idx) & aux0[b, kv_idx]; a row that sees no key gets NaN."""
+
+from fa4_inductor.kernels.cute import ops
+
+PLAIN = True
+MASKED = True
+BOUND_LOG2 = None
+HAS_SINK = False
+EMPTY_ROW = "nan"
+MAY_BE_EMPTY = True
+AUX = (("bool", 2),)
+
+
+def column(ctx, b, h, kv_idx, u):
+    return (ctx.aux[0][b, ops.clamp(kv_idx, 0, ctx.seqlen_k - 1)] != 0,)
+
+
+def keep(ctx, b, h, q_idx, kv_idx, u, r, c):
+    return (kv_idx <= q_idx) & c[0]
+
+
+def keep_column(ctx, b, h, kv_idx, u, c):
+    return c[0]
+
+
+def kv_range(ctx, b, h, q_lo, q_hi):
+    return 0, q_hi + 1
+
+
+def kv_full(ctx, b, h, q_lo, q_hi):
+    return 0, q_lo + 1

@@ -1,0 +1,92 @@
+"""The forward kernel compiles for sm_90a without a GPU: no spills, wgmma, and few instructions per score."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import sass
+
+from fa4_inductor.kernels.cute.build import build_forward
+from fa4_inductor.lowering.config import KernelConfig
+from fa4_inductor.lowering.config_table import HEAD_DIMS, select_config
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch):
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+
+
+def fixture_program(name: str) -> ModuleType:
+    return importlib.import_module(f"programs.{name}")
+
+
+def build(name: str, d: int, dv: int, options: str = "", **overrides):
+    program = fixture_program(name)
+    aux = getattr(program, "AUX", ())
+    config = overrides.pop("config", None) or select_config(d, dv, program.MASKED, program.PLAIN, len(aux))
+    assert config is not None
+    return build_forward(
+        program, "bfloat16", d, dv, 1, aux=aux, num_sizes=getattr(program, "NUM_SIZES", 0), need_lse=True,
+        config=config, options=options, **overrides,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(sass.cuobjdump() is None, reason="needs the cuobjdump of the Triton wheel")
+@pytest.mark.parametrize(
+    ("name", "d", "per_score"),
+    [
+        ("plain", 128, 5.7),
+        ("plain", 64, 5.4),
+        ("softcap_causal", 128, 7.7),
+        ("padding", 64, None),
+        ("t5_table", 64, None),
+    ],
+)
+def test_machine_code(name, d, per_score, tmp_path: Path):
+    compiled = build(name, d, d, f"--keep-cubin --dump-dir={tmp_path}")
+    code = sass.disassemble(compiled.artifacts.CUBIN, tmp_path)
+    assert sass.spills(code) == 0
+    loops = sass.mma_loops(code)
+    assert loops, "no loop issues wgmma"
+    if per_score is not None:
+        # each thread of a warpgroup holds tile_n / 2 scores of a tile
+        assert loops[0].total() / 64 <= per_score, loops[0].most_common()
+        assert loops[0]["FMNMX"] == 0, "full tiles need no running maximum"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "dv"), [(80, 80), (192, 128), (256, 256), (64, 128), (128, 256)])
+def test_head_dims(d, dv):
+    assert callable(build("causal", d, dv))
+
+
+def test_every_pair_of_head_dims_has_a_configuration():
+    import cutlass
+
+    from fa4_inductor.kernels.cute.fwd_sm90 import FwdSm90
+
+    for d in HEAD_DIMS:
+        for dv in HEAD_DIMS:
+            for masked in (False, True):
+                config = select_config(d, dv, masked)
+                assert config is not None
+                FwdSm90(fixture_program("plain"), cutlass.BFloat16, d, dv, 1, config, 132)
+
+
+@pytest.mark.parametrize("dims", [(72, 72), (64, 72), (512, 512)])
+def test_other_head_dims_have_none(dims):
+    assert select_config(*dims, False) is None
+
+
+def test_a_configuration_beyond_shared_memory_is_refused():
+    with pytest.raises(ValueError, match="shared memory"):
+        build("plain", 256, 256, config=KernelConfig(num_consumers=2, tile_n=128, num_stages=2))
+
+
+@pytest.mark.parametrize("wrong", [{"num_consumers": 4}, {"tile_n": 100}, {"tile_n": 512}, {"num_stages": 0}])
+def test_impossible_configurations_are_refused(wrong):
+    with pytest.raises(ValueError):
+        KernelConfig(**wrong)
