@@ -43,14 +43,13 @@ _STATEFUL_PARTS = (
 
 # Calls whose result does not depend on the memory layout of their input.
 _LAYOUT_ENDS = {
-    "contiguous", "size", "dim", "numel", "linear", "matmul", "mm", "bmm", "addmm", "einsum", "layer_norm", "rms_norm",
-    "getattr", "clone",
+    "contiguous", "size", "dim", "numel", "linear", "matmul", "mm", "bmm", "addmm", "einsum", "getattr",
 }  # fmt: skip
-# Calls whose result has the layout of their input (views and pointwise ops): their users decide.
+# Calls whose result can have the layout of their input (views, pointwise ops and clones): their users decide.
 _LAYOUT_PASSES = {
     "transpose", "permute", "unsqueeze", "reshape", "flatten", "to", "float", "half", "bfloat16", "type_as",
     "add", "sub", "mul", "truediv", "div", "neg", "sigmoid", "silu", "gelu", "relu", "dropout",
-    "getitem", "select", "chunk", "split",
+    "clone", "layer_norm", "rms_norm", "getitem", "select", "chunk", "split",
 }  # fmt: skip
 
 
@@ -243,7 +242,7 @@ def layout_matters(node: fx.Node) -> bool:
                 if user not in seen:
                     seen.add(user)
                     pending.append(user)
-            elif name not in _LAYOUT_ENDS or (name in ("contiguous", "clone") and "memory_format" in user.kwargs):
+            elif name not in _LAYOUT_ENDS or (name == "contiguous" and len(user.args) + len(user.kwargs) > 1):
                 return True
     return False
 

@@ -1,10 +1,13 @@
 """Splicing: values, layout, dtype and dead code of Dynamo graphs after a replacement; what must stay, stays."""
 
+import dataclasses
 import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.patterns.match import AttentionMatch, Operand
@@ -272,3 +275,54 @@ def test_the_op_is_what_the_graph_calls():
         _, gm = capture(lambda q, k, v: eager(q, k, v).sum(), *qkv(), edit=replace)
     node = find(gm, "attention.default")
     assert node.target is ATTENTION and node.args[4] == SPEC.text and node.args[6] == "reference"
+
+
+# What may follow an attention in a model: each takes (B, H, S, D)-like tensors of any rank and layout.
+TAILS = {
+    "transpose": lambda t: t.transpose(1, 2),
+    "permute": lambda t: t.permute(*reversed(range(t.dim()))),
+    "contiguous": lambda t: t.contiguous(),
+    "clone": lambda t: t.clone(),
+    "scale": lambda t: t * 2.0,
+    "relu": lambda t: torch.relu(t),
+    "unsqueeze": lambda t: t.unsqueeze(0),
+    "flatten": lambda t: t.flatten(1),
+    "reshape": lambda t: t.reshape(t.shape[0], -1, t.shape[-1]),
+    "select": lambda t: t[:, 0],
+    "half": lambda t: t.chunk(2, 0)[0],
+    "view": lambda t: t.view(t.shape[0], -1) if t.is_contiguous() else t.reshape(t.shape[0], -1).view(-1),
+    "norm": lambda t: F.layer_norm(t, t.shape[-1:]),
+    "linear": lambda t: F.linear(t, torch.ones(3, t.shape[-1])),
+    "matmul": lambda t: t @ torch.ones(t.shape[-1], 2),
+    "strides": lambda t: t * t.stride(1),
+    "softmax": lambda t: torch.softmax(t, -1),
+    "in place": lambda t: t.mul_(2.0),
+}
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(sorted(TAILS)), min_size=1, max_size=4))
+def test_whatever_follows_sees_the_values_and_strides_it_saw_before(tail):
+    def f(q, k, v):
+        out = eager(q, k, v)
+        for name in tail:
+            if out.dim() < 2:
+                break
+            out = TAILS[name](out)
+        return out
+
+    args = qkv()
+    with torch.no_grad():
+        want = f(*args)
+        site = lambda gm: find(gm, "matmul", 1)
+        out, gm = capture(f, *args, edit=lambda gm: splice_at(gm, site(gm)))
+    assert "attention.default" in names(gm)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    assert out.stride() == want.stride()
+
+
+def splice_at(gm, node):
+    match = dataclasses.replace(match_of(gm), output=node, out_dtype=torch.float32)
+    splicer = Splicer(gm.graph)
+    splicer.splice(match, "reference")
+    splicer.finish()
