@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _LIBRARIES = ("/torch/", "/transformers/", "/site-packages/")
@@ -56,8 +57,21 @@ def storage_keys(node: fx.Node) -> frozenset[int]:
 def size_expr(size: Any) -> sympy.Expr:
     """A size (int, SymInt or sympy) as a sympy expression."""
     if isinstance(size, torch.SymInt):
-        return size.node.expr
-    return sympy.sympify(size)
+        return _divided(size.node.expr)
+    return sympy.Integer(size) if isinstance(size, int) else sympy.sympify(size)
+
+
+def _divided(e: sympy.Expr) -> sympy.Expr:
+    """Floor divisions of sizes that come out even, as polynomials: (2*s**2) // s = 2*s."""
+    if not e.has(FloorDiv):
+        return e
+    e = e.func(*(_divided(a) for a in e.args))
+    if isinstance(e, FloorDiv):
+        quotient = sympy.cancel(e.args[0] / e.args[1])
+        numerator, denominator = quotient.as_numer_denom()
+        if denominator == 1 and all(c.is_integer for c in sympy.Poly(numerator, *numerator.free_symbols).coeffs()):
+            return quotient
+    return e
 
 
 def shape_exprs(tensor: torch.Tensor) -> tuple[sympy.Expr, ...]:
@@ -87,7 +101,9 @@ def is_mutation(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return "wrapper" in target_name(node) or "functionalized" in target_name(node)
     name = target_name(node)
-    if node.op == "call_function" and node.target in _INPLACE_OPERATORS:
+    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator":
+        if node.target not in _INPLACE_OPERATORS:  # operator.and_ and its like are no mutations
+            return False
         first = node.args[0] if node.args else None
         return isinstance(first, fx.Node) and isinstance(example(first), torch.Tensor)
     if node.kwargs.get("inplace") is True:

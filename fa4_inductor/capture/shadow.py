@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +32,7 @@ _DECOMPOSE = (
     aten.addcdiv, aten.trunc, aten.t,
 )  # fmt: skip
 _NO_VALUE = ("_set_grad_enabled",)
+_LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1}
 
 
 @dataclass
@@ -60,10 +60,9 @@ def trace(piece: Slice) -> Shadow:
     """
     leaves = [n for n in piece.nodes if n in piece.leaves and example(n) is not None]
     inputs = [example(n) for n in leaves]
-    returned: list[int] = []
-    body = _body(piece, leaves, returned)
-    if any(is_mutation(n) for n in piece.nodes if n not in piece.leaves):
-        body = torch.func.functionalize(body, remove="mutations")
+    mutates = any(is_mutation(n) for n in piece.nodes if n not in piece.leaves)
+    replay = _Replay(piece, leaves, levels=int(mutates))
+    body = torch.func.functionalize(replay, remove="mutations") if mutates else replay
     table = get_decompositions(_DECOMPOSE)
     mode = next((t.fake_mode for v in inputs for t in tensors_of(v) if isinstance(t, FakeTensor)), None)
     mode = mode or _any_fake_mode(piece)
@@ -77,7 +76,7 @@ def trace(piece: Slice) -> Shadow:
             raise
         detail = f"the slice cannot be traced: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
         raise DeclineSite(DeclineReason.UNSUPPORTED_OP, detail) from error
-    return _shadow_of(module, returned)
+    return _shadow_of(module, replay.returned)
 
 
 def _any_fake_mode(piece: Slice) -> Any:
@@ -88,39 +87,52 @@ def _any_fake_mode(piece: Slice) -> Any:
     return None
 
 
-def _body(piece: Slice, leaves: list[fx.Node], returned: list[int]) -> Callable[..., list[torch.Tensor]]:
-    """The slice as a function of its leaves; fills `returned` with the positions of what it returns."""
+class _Replay:
+    """The slice as a function of its leaves that returns every tensor it computes; `returned` are their positions.
 
-    def run(*args: Any) -> list[torch.Tensor]:
-        env: dict[fx.Node, Any] = dict(zip(leaves, args))
-        open_autocasts: dict[fx.Node, Any] = {}
-        for node in piece.nodes:
-            if node in env or node in piece.leaves or target_name(node) in _NO_VALUE:
-                continue
-            values, keywords = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
-            if node.op == "call_method":
-                env[node] = getattr(values[0], str(node.target))(*values[1:], **keywords)
-            elif node.target is operator.getitem and _indexes_with_scalars(values[1]):
-                env[node] = _index(*values)
-            else:
-                assert callable(node.target)
-                env[node] = node.target(*values, **keywords)
-            if target_name(node) == "_enter_autocast":
-                open_autocasts[node] = env[node]
-            elif target_name(node) == "_exit_autocast":
-                open_autocasts.pop(node.all_input_nodes[0], None)
-        for mode in reversed(open_autocasts.values()):
-            torch.amp.autocast_mode._exit_autocast(mode)
-        returned.clear()
-        results = []
-        for position, node in enumerate(piece.nodes):
-            value = env.get(node)
-            if isinstance(value, torch.Tensor) and not _batched(value):
-                returned.append(position)
-                results.append(value)
-        return results
+    `levels` is how many functorch levels surround the call: Dynamo's vmap nodes name theirs by number.
+    """
 
-    return run
+    def __init__(self, piece: Slice, leaves: list[fx.Node], levels: int) -> None:
+        self.piece, self.leaves, self.levels = piece, leaves, levels
+        self.returned: list[int] = []
+
+    def __call__(self, *args: Any) -> list[torch.Tensor]:
+        env: dict[fx.Node, Any] = dict(zip(self.leaves, args))
+        autocasts: dict[fx.Node, Any] = {}
+        nesting = 0
+        try:
+            for node in self.piece.nodes:
+                if node in env or node in self.piece.leaves or target_name(node) in _NO_VALUE:
+                    continue
+                env[node] = self._run(node, env)
+                name = target_name(node)
+                nesting += (name == "_vmap_increment_nesting") - (name == "_vmap_decrement_nesting")
+                if name == "_enter_autocast":
+                    autocasts[node] = env[node]
+                elif name == "_exit_autocast":
+                    autocasts.pop(node.all_input_nodes[0], None)
+        finally:
+            for _ in range(nesting):
+                torch._C._functorch._vmap_decrement_nesting()
+            for mode in reversed(autocasts.values()):
+                torch.amp.autocast_mode._exit_autocast(mode)
+        values = [(p, env.get(n)) for p, n in enumerate(self.piece.nodes)]
+        kept = [(p, v) for p, v in values if isinstance(v, torch.Tensor) and not _batched(v)]
+        self.returned = [p for p, _ in kept]
+        return [v for _, v in kept]
+
+    def _run(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        values, keywords = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+        if node.op == "call_method":
+            return getattr(values[0], str(node.target))(*values[1:], **keywords)
+        if node.target is operator.getitem and _indexes_with_scalars(values[1]):
+            return _index(*values)
+        position = _LEVEL_ARGUMENT.get(target_name(node))
+        if position is not None:
+            values = (*values[:position], values[position] + self.levels, *values[position + 1 :])
+        assert callable(node.target)
+        return node.target(*values, **keywords)
 
 
 def _indexes_with_scalars(index: Any) -> bool:

@@ -66,6 +66,7 @@ class Elements:
     Attributes:
         aux: captured tensors in slot order. atoms: values standing for slots from ATOM_BASE on.
         contract: called for a contraction; returns its expression, or None to treat it as an opaque tensor.
+        chosen: the contraction that is Q @ K^T; what is computed from it is never treated as an opaque tensor.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class Elements:
         self.aux: list[AuxTensor] = [] if aux is None else aux
         self.atoms: list[Atom] = []
         self._memo: dict[tuple[fx.Node, Index], E.Expr] = {}
-        self._contracted = _above_contraction(shadow.graph)
+        self.chosen: fx.Node | None = None
+        self._contractions = _contractions_above(shadow.graph)
 
     def value(self, node: fx.Node, index: Index) -> E.Expr:
         """Element `index` of `node`.
@@ -114,7 +116,9 @@ class Elements:
                 value = boolean_selection(value) if value.kind is Kind.BOOL else value
                 return self._collapsed(node, index, value)
         except DeclineSite as refusal:
-            if node in self._contracted or self.source_of(node) is None or refusal.reason is DeclineReason.MUTATION:
+            if self.chosen in self._contractions.get(node, ()) or self.source_of(node) is None:
+                raise
+            if refusal.reason is DeclineReason.MUTATION:
                 raise
         return self.load(node, index)
 
@@ -165,7 +169,7 @@ class Elements:
             return e
         if any(n.op == "load" and n.value >= ATOM_BASE for n in E.walk(e)) or self.source_of(node) is None:
             return e
-        if node in self._contracted or boolean_selection(e) is not e or e.op == "where" and _selects_constants(e):
+        if node in self._contractions or boolean_selection(e) is not e or e.op == "where" and _selects_constants(e):
             return e
         free = {s for i in index for s in i.free_symbols}
         needed = {s for s in free if str(s) in e.free or s not in self.space.ranges.sizes}
@@ -212,17 +216,20 @@ class Elements:
         return size == space.batch * space.heads and sympy.expand(space.b * space.heads + space.h) == e
 
 
-def _above_contraction(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes computed from a contraction."""
-    result: set[fx.Node] = set()
+def _contractions_above(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """The contractions that a node is computed from, for nodes that have any."""
+    result: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target in CONTRACTION_OPS or any(n in result for n in node.all_input_nodes):
-            result.add(node)
+        above = frozenset().union(*(result.get(n, frozenset()) for n in node.all_input_nodes))
+        if node.target in CONTRACTION_OPS:
+            above |= {node}
+        if above:
+            result[node] = above
     return result
 
 
 def _is_bare_load(e: E.Expr) -> bool:
-    return e.op == "load" or e.op == "to_float" and _is_bare_load(e.args[0])
+    return e.op == "load" or e.op in ("to_float", "not_") and _is_bare_load(e.args[0])
 
 
 def _selects_constants(e: E.Expr) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
 from fa4_inductor.capture.fx_view import example, shape_exprs
@@ -89,8 +88,7 @@ class FlexSite:
             self._check_lists()
         else:
             logits = E.call("where", keep, logits, -float("inf"))
-        half = example(call.query).dtype is torch.float16
-        parts = masks.split(logits, half=half, fills_are_zero=True, has_sink=False)
+        parts = masks.split(logits, dtypes=(example(call.query).dtype,), fills_are_zero=True, has_sink=False)
         aux = tuple(AuxSpec(str(a.dtype).removeprefix("torch."), a.ndim) for a in self.aux)
         spec = AttentionSpec(
             softmax_scale=1.0,

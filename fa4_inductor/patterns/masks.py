@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
 from fa4_inductor.patterns.booleans import boolean_selection
 from fa4_inductor.spec import expr as E
 from fa4_inductor.spec.attention import EmptyRow
@@ -40,6 +42,14 @@ class Logits:
 
 
 @dataclass(frozen=True)
+class _Range:
+    """`absorbing`: fills up to this are masks. `lowest`: sums below it overflow in every dtype involved."""
+
+    absorbing: float
+    lowest: float
+
+
+@dataclass(frozen=True)
 class _Peeled:
     """A logit as `value` where every mask keeps.
 
@@ -54,15 +64,16 @@ class _Peeled:
     finite: E.Expr = E.FALSE
 
 
-def split(logits: E.Expr, *, half: bool, fills_are_zero: bool, has_sink: bool) -> Logits:
+def split(logits: E.Expr, *, dtypes: tuple[torch.dtype, ...], fills_are_zero: bool, has_sink: bool) -> Logits:
     """Split a logit expression.
 
     Args:
-        half: the logits are computed in fp16, where fills of about -65504 absorb.
+        dtypes: of the product of q and k, and of what the softmax reads. In fp16 fills of about -65504 absorb.
         fills_are_zero: rows of -inf give 0 (SDPA, flex), not NaN (softmax).
         has_sink: a sink column takes part, so no row is empty.
     """
-    peeled = _peel(logits, ABSORBING_HALF if half else ABSORBING)
+    limit = ABSORBING_HALF if dtypes[0] is torch.float16 else ABSORBING
+    peeled = _peel(logits, _Range(limit, min(torch.finfo(d).min for d in dtypes)))
     masks = peeled.masks
     infinite = [m for m in masks if m.fill == -math.inf]
     finite = [m for m in masks if m.fill != -math.inf]
@@ -80,22 +91,22 @@ def split(logits: E.Expr, *, half: bool, fills_are_zero: bool, has_sink: bool) -
     return Logits(value, ~peeled.infinite, unkept)
 
 
-def _peel(e: E.Expr, limit: float) -> _Peeled:
+def _peel(e: E.Expr, limits: _Range) -> _Peeled:
     if "score" not in e.free:
         e = boolean_selection(e)
     rule = _RULES.get(e.op)
-    return rule(e, limit) if rule is not None else _Peeled(e)
+    return rule(e, limits) if rule is not None else _Peeled(e)
 
 
-def _is_fill(e: E.Expr, limit: float) -> bool:
-    return e.is_const and e.kind is Kind.FLOAT and e.value <= limit
+def _is_fill(e: E.Expr, limits: _Range) -> bool:
+    return e.is_const and e.kind is Kind.FLOAT and e.value <= limits.absorbing
 
 
-def _peel_where(e: E.Expr, limit: float) -> _Peeled:
+def _peel_where(e: E.Expr, limits: _Range) -> _Peeled:
     condition, a, b = e.args
     for keep, kept, fill in ((condition, a, b), (~condition, b, a)):
-        if _is_fill(fill, limit) and not _is_fill(kept, limit):
-            inner = _peel(kept, limit)
+        if _is_fill(fill, limits) and not _is_fill(kept, limits):
+            inner = _peel(kept, limits)
             infinite, finite = _or(~keep, inner.infinite), _or(~keep, inner.finite)
             if fill.value == -math.inf:
                 finite = inner.finite
@@ -105,10 +116,13 @@ def _peel_where(e: E.Expr, limit: float) -> _Peeled:
     return _Peeled(e)
 
 
-def _peel_add(e: E.Expr, limit: float) -> _Peeled:
-    left, right = (_peel(a, limit) for a in e.args)
+def _peel_add(e: E.Expr, limits: _Range) -> _Peeled:
+    left, right = (_peel(a, limits) for a in e.args)
     if not left.masks and not right.masks:
         return _Peeled(e)
+    sums = [a.fill + b.fill for a in left.masks for b in right.masks if a.fill != -math.inf != b.fill]
+    if any(total >= limits.lowest for total in sums):
+        return _Peeled(e)  # two fills at once give a third level: leave it to the expression
     zero = [p.value.is_const and p.value.value == 0 for p in (left, right)]
     value = right.value if zero[0] else left.value if zero[1] else left.value + right.value
     summed = left.summed or right.summed or bool(left.masks and right.masks)
@@ -122,37 +136,37 @@ def _or(a: E.Expr, b: E.Expr) -> E.Expr:
     return b if a is E.FALSE else a if b is E.FALSE else a | b
 
 
-def _peel_sub(e: E.Expr, limit: float) -> _Peeled:
-    left = _peel(e.args[0], limit)
+def _peel_sub(e: E.Expr, limits: _Range) -> _Peeled:
+    left = _peel(e.args[0], limits)
     return replace(left, value=left.value - e.args[1]) if left.masks else _Peeled(e)
 
 
-def _peel_scale(e: E.Expr, limit: float) -> _Peeled:
+def _peel_scale(e: E.Expr, limits: _Range) -> _Peeled:
     """A positive constant factor goes to the terms, as long as the fills stay absorbing."""
     x, c = e.args if e.args[1].is_const else e.args[::-1] if e.op == "mul" else e.args
     if not E.is_finite_const(c) or c.value <= 0:
         return _Peeled(e)
-    inner = _peel(x, limit)
+    inner = _peel(x, limits)
     factor = c.value if e.op == "mul" else 1.0 / c.value
     fills = [m.fill * factor for m in inner.masks]
-    if not inner.masks or any(f > limit for f in fills):
+    if not inner.masks or any(f > limits.absorbing for f in fills):
         return _Peeled(e)
     value = E.call(e.op, inner.value, c)
     return replace(inner, value=value, masks=tuple(Mask(m.keep, f) for m, f in zip(inner.masks, fills)))
 
 
-def _peel_maximum(e: E.Expr, limit: float) -> _Peeled:
+def _peel_maximum(e: E.Expr, limits: _Range) -> _Peeled:
     """max(logit, finfo.min): -inf and overflow become finfo.min."""
     x, c = e.args if e.args[1].is_const else e.args[::-1]
-    if not _is_fill(c, limit):
+    if not _is_fill(c, limits):
         return _Peeled(e)
-    inner = _peel(x, limit)
+    inner = _peel(x, limits)
     masks = tuple(Mask(m.keep, c.value) for m in inner.masks)
     return _Peeled(inner.value, masks, False, E.FALSE, _or(inner.infinite, inner.finite))
 
 
-def _peel_cast(e: E.Expr, limit: float) -> _Peeled:
-    return _peel(e.args[0], limit) if e.args[0].kind is Kind.FLOAT else _Peeled(e)
+def _peel_cast(e: E.Expr, limits: _Range) -> _Peeled:
+    return _peel(e.args[0], limits) if e.args[0].kind is Kind.FLOAT else _Peeled(e)
 
 
 _RULES = {

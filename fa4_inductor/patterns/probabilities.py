@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import sympy
+import torch
 from torch import fx
 
 from fa4_inductor.errors import DeclineReason, DeclineSite
@@ -15,10 +16,11 @@ from fa4_inductor.spec import expr as E
 
 @dataclass(frozen=True)
 class Distribution:
-    """Logits of the keys, and of the sink column if there is one."""
+    """Logits of the keys, and of the sink column if there is one; `dtype` is the type the softmax reads them in."""
 
     logits: E.Expr
     sink: E.Expr | None
+    dtype: torch.dtype
 
 
 def distribution(ev: Elements, p: E.Expr) -> Distribution | None:
@@ -67,13 +69,13 @@ def _of_softmax(ev: Elements, node: fx.Node, index: tuple[sympy.Expr, ...]) -> D
         return None
     if any(space.depends(e, space.kv) for i, e in enumerate(index) if i != dim) and space.kv != 0:
         return None
-    logits = ev.value(source, index)
+    logits, dtype = ev.value(source, index), source.meta["val"].dtype
     if extra == 0:
-        return Distribution(logits, None)
+        return Distribution(logits, None, dtype)
     if extra > 1:
         raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "more than one extra column in the softmax")
     column = space.seqlen_k if offset == 0 else sympy.Integer(0)
-    return Distribution(logits, ev.value(source, (*index[:dim], column, *index[dim + 1 :])))
+    return Distribution(logits, ev.value(source, (*index[:dim], column, *index[dim + 1 :])), dtype)
 
 
 def _hand_written(ev: Elements, p: E.Expr) -> Distribution | None:
@@ -81,13 +83,14 @@ def _hand_written(ev: Elements, p: E.Expr) -> Distribution | None:
     if p.op == "div" and p.args[0].op == "exp":
         total = ev.atom_of(p.args[1])
         if total is not None and total.kind == "sum" and total.body is p.args[0]:
-            return Distribution(p.args[0].args[0], None)
+            return Distribution(p.args[0].args[0], None, total.node.meta["val"].dtype)
     if p.op == "exp" and p.args[0].op == "sub" and (found := _log_sum_exp(ev, p.args[0])) is not None:
-        return Distribution(found, None)
+        y, dtype = found
+        return Distribution(y, None, dtype)
     return None
 
 
-def _log_sum_exp(ev: Elements, e: E.Expr) -> E.Expr | None:
+def _log_sum_exp(ev: Elements, e: E.Expr) -> tuple[E.Expr, torch.dtype] | None:
     """y if e = y - (log(sum(exp(y - c))) + c)."""
     y, lse = e.args
     candidates: list[tuple[E.Expr, E.Expr | None]] = [(lse, None)]
@@ -99,7 +102,7 @@ def _log_sum_exp(ev: Elements, e: E.Expr) -> E.Expr | None:
             continue
         expected = y if shift is None else y - shift
         if total.body is E.call("exp", expected):
-            return y
+            return y, total.node.meta["val"].dtype
     return None
 
 
@@ -114,7 +117,7 @@ def _without_row_constants(ev: Elements, found: Distribution) -> Distribution:
     for e in (logits, sink):
         if e is not None and any(n.op == "load" and n.value >= ATOM_BASE for n in E.walk(e)):
             raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "a reduction over the scores inside the scores")
-    return Distribution(logits, sink)
+    return Distribution(logits, sink, found.dtype)
 
 
 def _drop(ev: Elements, e: E.Expr) -> tuple[E.Expr, tuple[E.Expr, ...]]:

@@ -144,7 +144,7 @@ class ProductSite:
         found = distribution(self.ev, p)
         if found is None:
             return None
-        if self.q is None or self.k is None:
+        if self.q is None or self.k is None or "score" not in found.logits.free:
             raise self.refusal or DeclineSite(DeclineReason.NOT_ATTENTION, "no product of Q and K in the logits")
         feature = space.ranges.declare("dv", shape(core.rhs)[-1])
         index = (*self._lead(core.rhs), space.kv, feature)
@@ -155,8 +155,8 @@ class ProductSite:
 
     def _spec(self, found: Distribution) -> AttentionSpec:
         assert self.scores is not None
-        half = self.scores.meta["val"].dtype is torch.float16
-        parts = masks.split(found.logits, half=half, fills_are_zero=False, has_sink=found.sink is not None)
+        dtypes = (self.scores.meta["val"].dtype, found.dtype)
+        parts = masks.split(found.logits, dtypes=dtypes, fills_are_zero=False, has_sink=found.sink is not None)
         aux = tuple(AuxSpec(str(a.dtype).removeprefix("torch."), a.ndim) for a in self.ev.aux)
         return AttentionSpec(
             softmax_scale=1.0,
@@ -199,7 +199,7 @@ class ProductSite:
         except DeclineSite as refusal:
             self.refusal = refusal
             return None
-        self.q, self.k, self.scores = q, k, node
+        self.q, self.k, self.scores, self.ev.chosen = q, k, node, node
         result = E.score()
         for factor in (*q.factors, *k.factors):
             result = E.call("mul", result, factor)

@@ -61,7 +61,7 @@ def read_call(node: fx.Node) -> Call:
     """The arguments of an SDPA node; a scale or flag that Dynamo made symbolic is specialised on its value.
 
     Raises:
-        DeclineSite: DROPOUT, or UNSUPPORTED_SHAPE for a head_dim known at run time only.
+        DeclineSite: DROPOUT.
     """
     bound = _SIGNATURE.bind(*node.args, **node.kwargs)
     bound.apply_defaults()
@@ -70,12 +70,9 @@ def read_call(node: fx.Node) -> Call:
         values[name] = _constant(values[name])
     if values["dropout_p"] != 0:
         raise DeclineSite(DeclineReason.DROPOUT, f"dropout_p={values['dropout_p']}")
-    depth = shape_exprs(example(values["query"]))[-1]
     scale = values["scale"]
     if scale is None:
-        if not depth.is_Integer:
-            raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"head_dim {depth} is not static")
-        scale = int(depth) ** -0.5
+        scale = int(example(values["query"]).shape[-1]) ** -0.5  # specialises head_dim, as every kernel does
     output = example(node)
     return Call(
         query=values["query"],
@@ -128,8 +125,7 @@ class SdpaSite:
             logits = E.call("where", causal, logits, -float("inf"))
         if call.attn_mask is not None:
             logits = self._masked(logits, call.attn_mask)
-        half = call.dtype is torch.float16
-        parts = masks.split(logits, half=half, fills_are_zero=True, has_sink=False)
+        parts = masks.split(logits, dtypes=(call.dtype,), fills_are_zero=True, has_sink=False)
         spec = AttentionSpec(
             softmax_scale=1.0,
             score=parts.score,
