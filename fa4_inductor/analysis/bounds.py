@@ -78,10 +78,6 @@ def _monotone(f: Callable[[float], float]) -> Callable[[Range], Range]:
     return lambda a: (f(a[0]), f(a[1]))
 
 
-def _finite(f: Callable[[float], float]) -> Callable[[float], float]:
-    return lambda x: f(x) if math.isfinite(x) else x
-
-
 def _sigmoid(x: float) -> float:
     return 1.0 / (1.0 + math.exp(-x)) if x > -700.0 else 0.0
 
@@ -107,8 +103,6 @@ _RULES: dict[str, Callable[..., Range]] = {
     "erf": _monotone(math.erf),
     "sin": lambda a: (-1.0, 1.0),
     "cos": lambda a: (-1.0, 1.0),
-    "floor": _monotone(_finite(math.floor)),
-    "ceil": _monotone(_finite(math.ceil)),
-    "trunc": _monotone(_finite(math.trunc)),
-    "round": _monotone(_finite(round)),
+    # One more on each side: fp32 rounding may have moved the operand across an integer.
+    **dict.fromkeys(("floor", "ceil", "trunc", "round"), lambda a: (a[0] - 1.0, a[1] + 1.0)),
 }

@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from fa4_inductor.analysis.affine import Affine, affine
 from fa4_inductor.analysis.intervals import Q
 from fa4_inductor.analysis.solve import KV, solve
 from fa4_inductor.spec.attention import AttentionSpec
 from fa4_inductor.spec.expr import FALSE, TRUE, Expr, const, size, substitute, walk
+from fa4_inductor.spec.linear import Linear, linear
 
 _SEQLEN_Q, _SEQLEN_K = size("seqlen_q"), size("seqlen_k")
 # Disjunctions multiply the cases to try; beyond this many the row counts as possibly empty.
@@ -51,18 +51,18 @@ def may_be_empty(spec: AttentionSpec, lengths: Lengths = UNKNOWN) -> bool:
     if spec.sink is not None:
         return False
     keep = solve(lengths.known(spec.keep))
-    facts = [affine(lengths.known(e)) for e in (Q, _SEQLEN_Q - 1 - Q, _SEQLEN_K - 1, *lengths.nonnegative)]
+    facts = [linear(lengths.known(e)) for e in (Q, _SEQLEN_Q - 1 - Q, _SEQLEN_K - 1, *lengths.nonnegative)]
     facts = (facts + _division_facts(keep))[:_MAX_FACTS]
     return not any(_kept_key_exists(case, facts, lengths) for case in itertools.islice(_cases(keep), _MAX_CASES))
 
 
-def _division_facts(keep: Expr) -> list[Affine]:
+def _division_facts(keep: Expr) -> list[Linear]:
     """0 <= x - n * (x // n) <= n - 1 for the floor divisions in bounds on the key."""
     found = []
     for node in walk(keep):
         if node.op == "floordiv" and "kv_idx" not in node.free and node.args[1].is_const and node.args[1].value > 0:
-            rest = affine(node.args[0]) - Affine({node: node.args[1].value})
-            found += [rest, (rest * -1).plus(node.args[1].value - 1)]
+            rest = linear(node.args[0]) - Linear(((node, node.args[1].value),), 0)
+            found += [rest, (rest * -1).shifted(node.args[1].value - 1)]
     return found
 
 
@@ -77,28 +77,28 @@ def _cases(keep: Expr) -> list[list[Expr]]:
     return [[keep]]
 
 
-def _kept_key_exists(conjuncts: list[Expr], facts: list[Affine], lengths: Lengths) -> bool:
+def _kept_key_exists(conjuncts: list[Expr], facts: list[Linear], lengths: Lengths) -> bool:
     """Whether every lower bound on the key is below every upper bound, for all rows."""
-    lows, highs = [Affine()], [affine(lengths.known(_SEQLEN_K))]
+    lows, highs = [Linear((), 0)], [linear(lengths.known(_SEQLEN_K))]
     for term in conjuncts:
         if term is TRUE:
             continue
         if term is FALSE or term.op not in ("lt", "ge") or "aux" in term.free:
             return False
         if term.args[0] is KV and "kv_idx" not in term.args[1].free:
-            (highs if term.op == "lt" else lows).append(affine(term.args[1]))
+            (highs if term.op == "lt" else lows).append(linear(term.args[1]))
         elif "kv_idx" in term.free or not _condition_holds(term, facts):
             return False
-    return all(_nonnegative((hi - lo).plus(-1), facts) for lo in lows for hi in highs)
+    return all(_nonnegative((hi - lo).shifted(-1), facts) for lo in lows for hi in highs)
 
 
-def _condition_holds(term: Expr, facts: list[Affine]) -> bool:
+def _condition_holds(term: Expr, facts: list[Linear]) -> bool:
     """A row condition `a < b` or `a >= b` on integers that is always true."""
-    a, b = (affine(x) for x in term.args)
-    return _nonnegative((b - a).plus(-1) if term.op == "lt" else a - b, facts)
+    a, b = (linear(x) for x in term.args)
+    return _nonnegative((b - a).shifted(-1) if term.op == "lt" else a - b, facts)
 
 
-def _nonnegative(goal: Affine, facts: list[Affine]) -> bool:
+def _nonnegative(goal: Linear, facts: list[Linear]) -> bool:
     """goal >= 0 follows: goal minus some known nonnegative forms is a nonnegative constant."""
     for chosen in itertools.product((0, 1), repeat=len(facts)):
         rest = goal

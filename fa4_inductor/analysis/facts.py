@@ -6,14 +6,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from fa4_inductor.analysis.affine import affine
 from fa4_inductor.analysis.bounds import score_bound
 from fa4_inductor.analysis.empty import UNKNOWN, Lengths, may_be_empty
 from fa4_inductor.analysis.intervals import NOTHING, Interval, Q, full, visited
-from fa4_inductor.analysis.parts import affine_in_score
+from fa4_inductor.analysis.parts import Stage, affine_in_score, stage
 from fa4_inductor.analysis.solve import KV, solve
 from fa4_inductor.spec.attention import AttentionSpec
-from fa4_inductor.spec.expr import TRUE, Expr, conjuncts, const
+from fa4_inductor.spec.expr import TRUE, Expr, conjunction, conjuncts, const
+from fa4_inductor.spec.linear import linear, to_expr
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class AttentionFacts:
         keep: equivalent of spec.keep with constraints solved for kv_idx (`analysis.solve`).
         linear, residual: conjuncts of `keep` that are solved bounds (or row conditions), and the others.
         visited, full: keys some row may keep, and keys all rows keep, of rows q_lo..q_hi.
+        column: the factor of `keep` that only knows the key and is not a bound on it, such as padding; True when none.
+        full_rest: as `full`, of the other factors.
         exact: per row the kept keys are exactly an interval, `row`.
         row: that interval of the row q_idx (its hull when not exact).
         score_bound: proven bound of |score| in natural units, or None.
@@ -36,6 +38,8 @@ class AttentionFacts:
     residual: tuple[Expr, ...]
     visited: Interval
     full: Interval
+    column: Expr
+    full_rest: Interval
     exact: bool
     row: Interval
     score_bound: float | None
@@ -64,7 +68,7 @@ class AttentionFacts:
     def window_left(self) -> Expr | None:
         """`w` with no key before q_idx - w taking part, the same for all rows; None when there is no such bound."""
         offset = None if self.row.lo is None else _offset(self.row.lo, 0)
-        return None if offset is None else (affine(offset) * -1).expr()
+        return None if offset is None else to_expr(linear(offset) * -1)
 
     @property
     def kv_range(self) -> tuple[Expr, Expr]:
@@ -74,13 +78,22 @@ class AttentionFacts:
     @property
     def kv_full(self) -> tuple[Expr, Expr]:
         """[lo, hi): keys kept by all rows q_lo..q_hi; lo >= hi when there are none."""
-        return (const(0), const(0)) if self.full == NOTHING else self.full.clipped()
+        return _clipped(self.full)
+
+    @property
+    def kv_full_rest(self) -> tuple[Expr, Expr]:
+        """As `kv_full`, with `column` left out of keep."""
+        return _clipped(self.full_rest)
+
+
+def _clipped(interval: Interval) -> tuple[Expr, Expr]:
+    return (const(0), const(0)) if interval == NOTHING else interval.clipped()
 
 
 def _offset(bound: Expr, constant: int) -> Expr | None:
     """bound - q_idx - constant, if that does not depend on the row."""
-    form = affine(bound) - affine(Q)
-    offset = form.plus(-constant).expr()
+    form = linear(bound) - linear(Q)
+    offset = to_expr(form.shifted(-constant))
     return None if "q_idx" in offset.free else offset
 
 
@@ -96,6 +109,8 @@ def facts(spec: AttentionSpec, lengths: Lengths = UNKNOWN) -> AttentionFacts:
     linear = tuple(t for t in conjuncts(keep) if t is not TRUE and _is_linear(t))
     residual = tuple(t for t in conjuncts(keep) if t is not TRUE and not _is_linear(t))
     outside, inside = visited(keep), full(keep)
+    column = [t for t in residual if stage(t) is Stage.COLUMN]
+    rest = conjunction([t for t in conjuncts(keep) if t not in column])
     row = outside.of_row()
     exact = row == inside.of_row()
     parts = affine_in_score(spec.score)
@@ -105,6 +120,8 @@ def facts(spec: AttentionSpec, lengths: Lengths = UNKNOWN) -> AttentionFacts:
         residual=residual,
         visited=outside,
         full=inside,
+        column=conjunction(column),
+        full_rest=full(rest),
         exact=exact,
         row=row,
         score_bound=score_bound(spec.score),

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fa4_inductor.analysis.affine import affine
 from fa4_inductor.analysis.solve import KV
 from fa4_inductor.spec.expr import FALSE, TRUE, Expr, call, const, size, substitute
+from fa4_inductor.spec.linear import linear, to_expr
 from fa4_inductor.spec.ops import Kind
 
 Q = Expr("index", Kind.INT, (), "q_idx")
@@ -147,7 +147,7 @@ def row_extent(e: Expr) -> tuple[Expr, Expr] | None:
     if e.kind is not Kind.INT or e.op == "load":
         return None
     if e.op in ("add", "sub", "neg", "mul"):
-        return _affine_extent(e)
+        return _linear_extent(e)
     if e.op == "where":
         return _where_extent(e)
     extents = [row_extent(a) for a in e.args]
@@ -167,17 +167,17 @@ def row_extent(e: Expr) -> tuple[Expr, Expr] | None:
     return None
 
 
-def _affine_extent(e: Expr) -> tuple[Expr, Expr] | None:
+def _linear_extent(e: Expr) -> tuple[Expr, Expr] | None:
     """Sum of the extents of the terms; each atom occurs once, so equal atoms have cancelled before."""
-    form = affine(e)
+    form = linear(e)
     least = greatest = const(form.constant)
-    for atom, c in sorted(form.terms.items(), key=lambda item: str(item[0])):
+    for atom, c in form.terms:
         extent = _product_extent(atom) if atom.op == "mul" else row_extent(atom)
         if extent is None:
             return None
         low, high = (extent[0] * c, extent[1] * c) if c > 0 else (extent[1] * c, extent[0] * c)
         least, greatest = least + low, greatest + high
-    return affine(least).expr(), affine(greatest).expr()
+    return to_expr(linear(least)), to_expr(linear(greatest))
 
 
 def _product_extent(e: Expr) -> tuple[Expr, Expr] | None:

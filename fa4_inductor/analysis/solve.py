@@ -9,8 +9,9 @@ in two different non-affine terms; `!=`; `^`.
 
 from __future__ import annotations
 
-from fa4_inductor.analysis.affine import Affine, affine, is_int
 from fa4_inductor.spec.expr import FALSE, TRUE, Expr, call, const, index
+from fa4_inductor.spec.linear import Linear, linear, to_expr
+from fa4_inductor.spec.ops import Kind
 
 KV = index("kv_idx")
 _NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
@@ -45,7 +46,7 @@ class _Solver:
                 both(self.visit(condition, True), self.visit(then, positive)),
                 both(self.visit(condition, False), self.visit(other, positive)),
             )
-        if e.op in _NEGATED and is_int(e.args[0]):  # not for floats: ~(a < b) is not a >= b for a NaN
+        if e.op in _NEGATED and e.args[0].kind is Kind.INT:  # not for floats: ~(a < b) is not a >= b for a NaN
             return compare(e.op if positive else _NEGATED[e.op], *e.args)
         return e if positive else ~e
 
@@ -69,50 +70,50 @@ def compare(op: str, a: Expr, b: Expr) -> Expr:
     original = call(op, a, b)
     if "kv_idx" not in original.free or op == "ne":
         return original
-    difference = affine(a) - affine(b)
+    difference = linear(a) - linear(b)
     if op == "eq":
         at_most, at_least = _nonpositive(difference), _nonpositive(difference * -1)
         return original if at_most is None or at_least is None else both(at_most, at_least)
     if op in ("gt", "ge"):
         difference = difference * -1
-    solved = _nonpositive(difference.plus(1) if op in ("lt", "gt") else difference)
+    solved = _nonpositive(difference.shifted(1) if op in ("lt", "gt") else difference)
     return original if solved is None else solved
 
 
-def _nonpositive(form: Affine) -> Expr | None:
+def _nonpositive(form: Linear) -> Expr | None:
     """`form <= 0` solved for kv_idx, or None."""
-    terms = [(atom, c) for atom, c in form.terms.items() if "kv_idx" in atom.free]
+    terms = [(atom, c) for atom, c in form.terms if "kv_idx" in atom.free]
     if not terms:
-        return call("le", form.expr(), 0)
+        return call("le", to_expr(form), 0)
     if len(terms) > 1:
         return None
     atom, c = terms[0]
     rest = form.without(atom)
     if atom is KV:
         if c > 0:
-            return call("lt", KV, (rest * -1).floordiv(c).plus(1).expr())
-        return call("ge", KV, ((rest * -1).floordiv(-c) * -1).expr())
+            return call("lt", KV, to_expr((rest * -1).floordiv(c).shifted(1)))
+        return call("ge", KV, to_expr((rest * -1).floordiv(-c) * -1))
     if atom.op == "floordiv" and atom.args[1].is_const and atom.args[1].value > 0:
-        return _floordiv(affine(atom.args[0]), int(atom.args[1].value), c, rest)
+        return _floordiv(linear(atom.args[0]), int(atom.args[1].value), c, rest)
     if atom.op == "abs":
-        inside = affine(atom.args[0])
+        inside = linear(atom.args[0])
         return _join(inside * c + rest, inside * -c + rest, both if c > 0 else either)
     if atom.op in ("maximum", "minimum"):
-        left, right = (affine(a) * c + rest for a in atom.args)
+        left, right = (linear(a) * c + rest for a in atom.args)
         return _join(left, right, both if (atom.op == "maximum") == (c > 0) else either)
     return None
 
 
-def _floordiv(x: Affine, divisor: int, c: int, rest: Affine) -> Expr | None:
+def _floordiv(x: Linear, divisor: int, c: int, rest: Linear) -> Expr | None:
     """`c * (x // divisor) + rest <= 0`, from x // n <= g <=> x <= n*g + n - 1 and x // n >= g <=> x >= n*g."""
     if c > 0:
         limit = (rest * -1).floordiv(c)
-        return _nonpositive((x - limit * divisor).plus(1 - divisor))
+        return _nonpositive((x - limit * divisor).shifted(1 - divisor))
     limit = (rest * -1).floordiv(-c) * -1
     return _nonpositive(limit * divisor - x)
 
 
-def _join(left: Affine, right: Affine, how: object) -> Expr | None:
+def _join(left: Linear, right: Linear, how: object) -> Expr | None:
     a, b = _nonpositive(left), _nonpositive(right)
     if a is None or b is None:
         return None

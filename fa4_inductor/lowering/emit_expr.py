@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from fa4_inductor.analysis.affine import Affine, affine
 from fa4_inductor.analysis.parts import Stage, stage
 from fa4_inductor.errors import ProgramError
 from fa4_inductor.spec.attention import AuxSpec
 from fa4_inductor.spec.expr import Expr, call, walk
+from fa4_inductor.spec.linear import Linear, linear, to_expr
 from fa4_inductor.spec.ops import OPS, Kind
 
 INT_LIMIT = 1 << 30
@@ -81,10 +81,10 @@ def group_by_stage(root: Expr) -> Expr:
 
 
 def _grouped(e: Expr) -> Expr:
-    form = affine(e)
-    parts = {s: Affine({a: c for a, c in form.terms.items() if stage(a) is s}) for s in Stage}
-    row = (parts[Stage.UNIFORM] + parts[Stage.ROW]).plus(form.constant)
-    sums = [p.expr() for p in (parts[Stage.ELEMENT], parts[Stage.COLUMN], row) if p.terms or p.constant]
+    form = linear(e)
+    parts = {s: Linear(tuple(t for t in form.terms if stage(t[0]) is s), 0) for s in Stage}
+    row = (parts[Stage.UNIFORM] + parts[Stage.ROW]).shifted(form.constant)
+    sums = [to_expr(p) for p in (parts[Stage.ELEMENT], parts[Stage.COLUMN], row) if p.terms or p.constant]
     result = sums[0]
     for part in sums[1:]:
         # "a + -(b - c)" would cost a negation: subtract instead.

@@ -25,6 +25,7 @@ _ARGUMENTS = {
     "column": "ctx, b, h, kv_idx, u",
     "score": "ctx, s, b, h, q_idx, kv_idx, u, r, c",
     "keep": "ctx, b, h, q_idx, kv_idx, u, r, c",
+    "keep_column": "ctx, b, h, kv_idx, u, c",
     "kv_range": "ctx, b, h, q_lo, q_hi",
     "kv_full": "ctx, b, h, q_lo, q_hi",
     "sink": "ctx, b, h, q_idx",
@@ -46,6 +47,7 @@ class _Roots:
 
     score: Expr
     keep: Expr
+    column: Expr
     sink: Expr | None
     kv_range: tuple[Expr, Expr]
     kv_full: tuple[Expr, Expr]
@@ -75,6 +77,8 @@ def emit_program(spec: AttentionSpec, facts: AttentionFacts, *, need_lse: bool =
         parts.append(_function("score", [roots.score], spec, roots, given))
     if facts.keep is not TRUE:
         parts.append(_function("keep", [roots.keep], spec, roots, given))
+        if roots.column is not TRUE:
+            parts.append(_function("keep_column", [roots.column], spec, roots, given))
         parts.append(_function("kv_range", list(roots.kv_range), spec, roots, {}))
         parts.append(_function("kv_full", list(roots.kv_full), spec, roots, {}))
     if roots.sink is not None:
@@ -101,12 +105,12 @@ def write_program(text: str, digest: str, directory: Path) -> Path:
 def _roots(spec: AttentionSpec, facts: AttentionFacts, need_lse: bool, fast_math: bool) -> _Roots:
     shifted = spec.score if need_lse or spec.sink is not None else drop_row_constants(spec.score)
     logit = shifted if shifted is score() else _prepared(log2_score(_of_raw_product(shifted, spec.softmax_scale)))
-    keep = _prepared(facts.keep)
+    keep, column = _prepared(facts.keep), _prepared(facts.column)
     sink = None if spec.sink is None else _prepared(scaled(spec.sink, LOG2_E))
-    ranges = [_prepared(e) for e in (*facts.kv_range, *facts.kv_full)]
+    ranges = [_prepared(e) for e in (*facts.kv_range, *facts.kv_full_rest)]
     logits = [logit] if sink is None else [logit, sink]
-    exact = exact_nodes(logits, [keep, *ranges] if fast_math else [keep, *ranges, *logits])
-    return _Roots(logit, keep, sink, (ranges[0], ranges[1]), (ranges[2], ranges[3]), exact)
+    exact = exact_nodes(logits, [keep, column, *ranges] if fast_math else [keep, column, *ranges, *logits])
+    return _Roots(logit, keep, column, sink, (ranges[0], ranges[1]), (ranges[2], ranges[3]), exact)
 
 
 def _of_raw_product(e: Expr, softmax_scale: float) -> Expr:
@@ -140,7 +144,7 @@ def _literal(value: object) -> str:
 
 def _staged(spec: AttentionSpec, roots: _Roots) -> tuple[list[str], dict[Expr, str]]:
     """The functions `uniform`, `row`, `column` that are needed, and where later stages find their values."""
-    per_element = [r for r in (roots.score, roots.keep) if r.args]
+    per_element = [r for r in (roots.score, roots.keep, roots.column) if r.args]
     exported = _exported(per_element)
     functions: list[str] = []
     given: dict[Expr, str] = {}

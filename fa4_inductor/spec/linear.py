@@ -28,11 +28,23 @@ class Linear:
     def without(self, atom: E.Expr) -> Linear:
         return Linear(tuple(t for t in self.terms if t[0] is not atom), self.constant)
 
+    def __add__(self, other: Linear) -> Linear:
+        return _combine(self, other, 1)
+
     def __sub__(self, other: Linear) -> Linear:
         return _combine(self, other, -1)
 
+    def __mul__(self, factor: int) -> Linear:
+        return _scaled(self, factor)
+
     def shifted(self, by: int) -> Linear:
         return Linear(self.terms, self.constant + by)
+
+    def floordiv(self, divisor: int) -> Linear:
+        """floor(self / divisor), divisor > 0; stays linear where the division is exact."""
+        if self.constant % divisor == 0 and all(c % divisor == 0 for _, c in self.terms):
+            return Linear(tuple((a, c // divisor) for a, c in self.terms), self.constant // divisor)
+        return linear(E.call("floordiv", to_expr(self), divisor))
 
     def negated(self) -> Linear:
         return Linear(tuple((a, -c) for a, c in self.terms), -self.constant)

@@ -57,7 +57,7 @@ def test_program_values(name, fast_math):
         torch.testing.assert_close(sink.double(), want[..., 0].expand(sink.shape), rtol=1e-5, atol=1e-5)
     if facts(spec).keep.free:
         rows = {"q_lo": torch.zeros((), dtype=torch.int64, device="cuda"), "q_hi": grid(B, H, SQ, SK, "cuda")["q_idx"]}
-        for i, bound in enumerate((*facts(spec).kv_range, *facts(spec).kv_full)):
+        for i, bound in enumerate((*facts(spec).kv_range, *facts(spec).kv_full_rest)):
             want = interpreted(bound, score, aux, sizes, **rows).expand(B, H, SQ, 1)[..., 0]
             assert torch.equal(ranges[..., i].long(), want)
 

@@ -13,6 +13,7 @@ from fa4_inductor.analysis.solve import solve
 from fa4_inductor.spec import AttentionSpec, parse_expr, parse_spec
 from fa4_inductor.spec import expr as E
 
+
 def spec_of(keep: E.Expr) -> AttentionSpec:
     return AttentionSpec(1.0, keep=keep, aux=AUX, num_sizes=1)
 
@@ -32,6 +33,9 @@ def check_ranges(spec: AttentionSpec, sq: int, sk: int, size0: int) -> None:
     assert ((lo >= 0) & (hi <= sk)).all()
     lo, hi = (value(e, sq, sk, size0, shape, q_lo=q_lo, q_hi=q_hi) for e in f.kv_full)
     assert not (((keys >= lo) & (keys < hi)) & ~all_kept).any(), f"a dropped key is inside {f.kv_full}"
+    lo, hi = (value(e, sq, sk, size0, shape, q_lo=q_lo, q_hi=q_hi) for e in f.kv_full_rest)
+    column = value(f.column, sq, sk, size0, (B, H, 1, sk))
+    assert not ((keys >= lo) & (keys < hi) & column & ~all_kept).any(), f"dropped inside {f.kv_full_rest} of {f.column}"
     if f.exact:
         lo, hi = (value(e, sq, sk, size0, (B, H, sq, 1)) for e in f.row.clipped())
         assert torch.equal(kept, (keys >= lo) & (keys < hi))
@@ -46,7 +50,7 @@ def check_emptiness(spec: AttentionSpec, sq: int, sk: int, size0: int) -> None:
         assert may_be_empty(spec, lengths) or not empty, f"an empty row under {lengths}"
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(keeps(), st.integers(1, 6), st.integers(1, 7), st.integers(-2, 3))
 def test_random_keeps_against_brute_force(keep, sq, sk, size0):
     shape = (B, H, sq, sk)
@@ -93,6 +97,24 @@ def test_named_masks(name, sq, sk):
 )
 def test_exactness(name, exact):
     assert facts(spec_of(parse_expr(NAMED[name][0], AUX))).exact is exact
+
+
+@pytest.mark.parametrize(
+    "text,column,full",
+    [
+        ("aux0[b, kv_idx] & (kv_idx <= q_idx)", "aux0[b, kv_idx]", "q_lo + 1"),
+        ("aux0[b, kv_idx] | (kv_idx <= q_idx)", "True", "q_lo + 1"),
+        (
+            "(kv_idx <= q_idx) & (kv_idx % 2 == 0) & ~aux0[b, kv_idx]",
+            "(kv_idx % 2 == 0) & ~aux0[b, kv_idx]",
+            "q_lo + 1",
+        ),
+        ("(aux2[b, kv_idx] == aux2[b, q_idx]) & aux0[b, kv_idx]", "aux0[b, kv_idx]", "0"),
+    ],
+)
+def test_factor_of_the_key_alone(text, column, full):
+    f = facts(spec_of(parse_expr(text, AUX)))
+    assert (str(f.column), full in str(f.kv_full_rest[1])) == (column, True)
 
 
 @pytest.mark.parametrize(

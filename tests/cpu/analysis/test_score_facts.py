@@ -105,12 +105,12 @@ def _floats() -> st.SearchStrategy[E.Expr]:
     return st.recursive(leaf, extend, max_leaves=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, derandomize=True, deadline=None)
 @given(_floats())
 def test_value_range_contains_every_value(e):
     low, high = value_range(e)
     values = torch.as_tensor(evaluate(e, env()), dtype=torch.float64)
-    values = values[~values.isnan()]
+    values = values[~values.isnan()].float().double()  # programs compute in fp32
     slack = 1e-5 * max((abs(x) for x in (low, high) if math.isfinite(x)), default=0.0) + 1e-6
     assert ((values >= low - slack) & (values <= high + slack)).all(), (e, low, high)
 
