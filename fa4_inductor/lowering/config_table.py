@@ -14,17 +14,18 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _SM90: dict[tuple[int, int], KernelConfig] = {
     (64, 64): KernelConfig(num_consumers=2, tile_n=128, num_stages=4),
     (96, 96): KernelConfig(num_consumers=2, tile_n=128, num_stages=2, order_warpgroups=False),
-    (128, 128): KernelConfig(num_consumers=2, tile_n=128, num_stages=2),
+    (128, 128): KernelConfig(num_consumers=2, tile_n=128, num_stages=2, order_warpgroups=False),
     (192, 128): KernelConfig(num_consumers=2, tile_n=128, num_stages=2, order_warpgroups=False),
     (192, 192): KernelConfig(num_consumers=2, tile_n=64, num_stages=2, order_warpgroups=False),
     (256, 256): KernelConfig(num_consumers=2, tile_n=64, num_stages=2, order_warpgroups=False),
 }
 
-# plain scores without aux loads leave registers for a third consumer warpgroup; it pays once its 192-row tiles are many
+# plain scores without aux loads leave registers for a third consumer warpgroup; masked ones gain from its 192-row tiles
+# only where there are many key tiles
 _SM90_LEAN: dict[tuple[int, int], KernelConfig] = {
     (64, 64): KernelConfig(num_consumers=3, tile_n=128, num_stages=2),
 }
-_LEAN_SEQLEN_Q = 2048
+_LEAN_MASKED_SEQLEN_Q = 12288
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -46,8 +47,8 @@ def select_config(
     if head_dim not in HEAD_DIMS or head_dim_v not in HEAD_DIMS:
         return None
     dims = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
-    short = masked and seqlen_q is not None and seqlen_q < _LEAN_SEQLEN_Q
-    if plain and num_aux == 0 and not short and dims in _SM90_LEAN:
+    lean = not masked or (seqlen_q is not None and seqlen_q >= _LEAN_MASKED_SEQLEN_Q)
+    if plain and num_aux == 0 and lean and dims in _SM90_LEAN:
         return _SM90_LEAN[dims]
     if dims in _SM90:
         return _SM90[dims]

@@ -23,6 +23,7 @@ import torch
 from fa4_inductor import log
 from fa4_inductor.analysis import facts
 from fa4_inductor.errors import KernelUnavailable
+from fa4_inductor.lowering.config import KernelConfig
 from fa4_inductor.lowering.config_table import select_config
 from fa4_inductor.lowering.emit_program import emit_program, write_program
 from fa4_inductor.runtime.cache import KernelCache
@@ -30,6 +31,7 @@ from fa4_inductor.runtime.key import CompileKey, toolchain_versions
 from fa4_inductor.runtime.target import Target
 from fa4_inductor.settings import Settings
 from fa4_inductor.spec import AttentionSpec, EmptyRow, parse_spec
+from fa4_inductor.spec.expr import score
 
 Kernel = Callable[..., Any]
 NEEDS = "nvidia-cutlass-dsl 4.8 and apache-tvm-ffi"
@@ -56,13 +58,17 @@ def forward_key(
     spec = parse_spec(program)
     if spec.softmax_scale <= 0:
         raise KernelUnavailable(f"the CuTe-DSL kernel needs a positive softmax scale, this is {spec.softmax_scale}")
-    masked = not facts(spec).is_full
-    config = select_config(head_dim, head_dim_v, masked)
+    config = _config(spec, head_dim, head_dim_v)
     if config is None:
         raise KernelUnavailable(f"the CuTe-DSL kernel has no configuration for head dims {head_dim}, {head_dim_v}")
     return CompileKey(
         program, _DTYPES[dtype], head_dim, head_dim_v, group, need_lse, target.arch, target.sm_count, repr(config)
     )
+
+
+def _config(spec: AttentionSpec, head_dim: int, head_dim_v: int) -> KernelConfig | None:
+    masked, plain = not facts(spec).is_full, spec.score is score()
+    return select_config(head_dim, head_dim_v, masked, plain, len(spec.aux))
 
 
 def needs_v_mean(spec: AttentionSpec) -> bool:
@@ -129,7 +135,7 @@ def _build(key: CompileKey) -> Kernel:
             aux=tuple((a.dtype, a.ndim) for a in spec.aux),
             num_sizes=spec.num_sizes,
             need_lse=key.need_lse,
-            config=select_config(key.head_dim, key.head_dim_v, not facts(spec).is_full),
+            config=_config(spec, key.head_dim, key.head_dim_v),
             num_sms=key.num_sms,
         )
 

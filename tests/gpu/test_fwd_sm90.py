@@ -113,7 +113,8 @@ def test_more_batch_times_heads_than_a_grid_dimension(pairs):
     x = inputs(1, pairs, 1, 3, 64)
     compiled = kernel("plain", "bfloat16", 64)
     out, lse, guard = cases.launch(compiled, cases.load_program("plain"), x, True)
-    exact = torch.nn.functional.scaled_dot_product_attention(x.q.float(), x.k.float(), x.v.float())
+    p = torch.softmax((x.q.float() * x.k.float()).sum(-1) * x.scale, -1)
+    exact = (p[..., None] * x.v.float()).sum(2, keepdim=True)
     assert guard
     torch.testing.assert_close(out.float(), exact, atol=3e-2, rtol=2e-2)
 

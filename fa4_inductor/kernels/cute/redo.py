@@ -1,8 +1,9 @@
 """Tiles that must be computed again because their fixed softmax shift did not hold.
 
 In full tiles the shift of a row stays what the masked tiles left (at least one tile is treated as masked), so the
-softmax needs no maximum and O no rescale. Softmax is shift invariant: with 8 exponent bits in P and in the sums, any shift is
-exact to rounding as long as the row sum stays within [2^-2, 2^90] and O is finite. That is verified when the tile ends.
+softmax needs no maximum and O no rescale. Softmax is shift invariant: with 8 exponent bits in P and in the sums, any
+shift is exact to rounding as long as the row sum stays within [2^-2, 2^90] and O below 2^100. That is verified when the
+tile ends.
 A tile that fails is marked here, and after the CTA's last tile every marked one runs again with a running maximum.
 """
 

@@ -211,7 +211,7 @@ class Softmax(TraceObject):
             self.row_sum[r] = ops.quad_sum(self.row_sum[r])
 
     def finish(self, ctx: ProgramContext, b, h, q_rows: tuple) -> tuple[list, list, list]:
-        """Per row: the multiplier that normalises O, the natural-log LSE, whether the row is empty. After `reduce_sums`.
+        """Per row: the multiplier that normalises O, natural-log LSE, whether the row is empty. After `reduce_sums`.
 
         An empty row gets multiplier 0 and LSE -inf; with a sink, the sink's LSE.
         """
