@@ -27,7 +27,7 @@ aten = torch.ops.aten
 _DECOMPOSE = (
     aten.triu, aten.tril, aten.masked_fill, aten.addmm, aten.addbmm, aten.rsub, aten.stack, aten.eye, aten.isinf,
     aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.softplus,
-    aten.nan_to_num, aten.roll, aten.linspace, aten.logsumexp, aten.native_dropout, aten.fill, aten.zero,
+    aten.nan_to_num, aten.roll, aten.linspace, aten.logsumexp, aten.fill, aten.zero,
     aten.sum.default, aten.unbind, aten.pad, aten.lift_fresh_copy, aten.index_select, aten.addcmul,
     aten.addcdiv, aten.trunc, aten.t,
 )  # fmt: skip
@@ -44,12 +44,14 @@ class Shadow:
         value: position of a slice node -> shadow node of its value at the end of the slice.
         positions: shadow node -> positions of the slice nodes with that value, in graph order.
         module: owner of the graph's get_attr constants.
+        mutates: something is written in place, so a value may have no slice node any more.
     """
 
     graph: fx.Graph
     value: dict[int, fx.Node]
     positions: dict[fx.Node, list[int]]
     module: fx.GraphModule
+    mutates: bool
 
 
 def trace(piece: Slice) -> Shadow:
@@ -76,7 +78,7 @@ def trace(piece: Slice) -> Shadow:
             raise
         detail = f"the slice cannot be traced: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
         raise DeclineSite(DeclineReason.UNSUPPORTED_OP, detail) from error
-    return _shadow_of(module, replay.returned)
+    return _shadow_of(module, replay.returned, mutates)
 
 
 def _any_fake_mode(piece: Slice) -> Any:
@@ -155,7 +157,7 @@ def _batched(value: torch.Tensor) -> bool:
     return torch._C._functorch.is_batchedtensor(value)
 
 
-def _shadow_of(module: fx.GraphModule, returned: list[int]) -> Shadow:
+def _shadow_of(module: fx.GraphModule, returned: list[int], mutates: bool) -> Shadow:
     outputs = module.graph.output_node().args[0]
     assert isinstance(outputs, tuple | list) and len(outputs) == len(returned)
     value: dict[int, fx.Node] = {}
@@ -164,7 +166,7 @@ def _shadow_of(module: fx.GraphModule, returned: list[int]) -> Shadow:
         if isinstance(node, fx.Node):
             value[position] = node
             positions.setdefault(node, []).append(position)
-    return Shadow(module.graph, value, positions, module)
+    return Shadow(module.graph, value, positions, module, mutates)
 
 
 __all__ = ["Shadow", "SymScalar", "trace"]

@@ -32,8 +32,15 @@ ATOM_BASE = 1 << 20
 """Aux slots from here on stand for values that are no loads (softmax, reductions); they never leave the matcher."""
 
 aten = torch.ops.aten
+RANDOM_OPS = {
+    aten.native_dropout.default, aten.bernoulli.p, aten.bernoulli.default, aten.rand_like.default, aten.rand.default,
+    aten.randn_like.default, aten.randn.default, aten.dropout.default,
+}  # fmt: skip
+NORMALISING_OPS = {
+    aten._softmax.default, aten._log_softmax.default, aten.exp.default, aten.sum.dim_IntList, aten.amax.default,
+}  # fmt: skip
 CONTRACTION_OPS = {aten.bmm.default, aten.mm.default, aten.baddbmm.default}
-MUTATED = "the tensor is written between its use in a mask or score and the attention"
+MUTATED = "a tensor is written between the place where it is read and the attention"
 
 
 Source: TypeAlias = int | fx.Node
@@ -67,6 +74,7 @@ class Elements:
         aux: captured tensors in slot order. atoms: values standing for slots from ATOM_BASE on.
         contract: called for a contraction; returns its expression, or None to treat it as an opaque tensor.
         chosen: the contraction that is Q @ K^T; what is computed from it is never treated as an opaque tensor.
+        setback: why the first tensor computed from a contraction was treated as an opaque one.
     """
 
     def __init__(
@@ -84,7 +92,9 @@ class Elements:
         self.atoms: list[Atom] = []
         self._memo: dict[tuple[fx.Node, Index], E.Expr] = {}
         self.chosen: fx.Node | None = None
+        self.setback: DeclineSite | None = None
         self._contractions = _contractions_above(shadow.graph)
+        self._normalised = _normalised(shadow.graph, self._contractions)
 
     def value(self, node: fx.Node, index: Index) -> E.Expr:
         """Element `index` of `node`.
@@ -103,6 +113,8 @@ class Elements:
         view = VIEW_RULES.get(node.target) if node.op == "call_function" else None
         rule = POINTWISE_RULES.get(node.target) or TENSOR_RULES.get(node.target)
         try:
+            if node.target in RANDOM_OPS or _is_random_output(node):
+                raise DeclineSite(DeclineReason.DROPOUT, "dropout or noise on the scores or probabilities")
             if node.target is operator.getitem and node.args[0].target is aten.max.dim and node.args[1] == 0:
                 return TENSOR_RULES[aten.amax.default](self, node.args[0], index)
             if node.target in CONTRACTION_OPS:
@@ -115,11 +127,15 @@ class Elements:
                 value = E.cast(value, kind_of(node.meta["val"].dtype))
                 value = boolean_selection(value) if value.kind is Kind.BOOL else value
                 return self._collapsed(node, index, value)
+            if node in self._normalised:
+                raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"{node.target} on the probabilities")
         except DeclineSite as refusal:
-            if self.chosen in self._contractions.get(node, ()) or self.source_of(node) is None:
+            if self.chosen in self._contractions.get(node, ()) or node in self._normalised:
                 raise
-            if refusal.reason is DeclineReason.MUTATION:
+            if self.source_of(node) is None or refusal.reason is DeclineReason.DROPOUT:
                 raise
+            if node in self._contractions:
+                self.setback = self.setback or refusal
         return self.load(node, index)
 
     def operand(self, arg: Any, index: Index) -> E.Expr:
@@ -225,6 +241,20 @@ def _contractions_above(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
             above |= {node}
         if above:
             result[node] = above
+    return result
+
+
+def _is_random_output(node: fx.Node) -> bool:
+    return node.target is operator.getitem and node.args[0].target in RANDOM_OPS
+
+
+def _normalised(graph: fx.Graph, contractions: dict[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
+    """Nodes computed from a (possibly hand-written) softmax: parts of P, which must be understood, never data."""
+    result: set[fx.Node] = set()
+    for node in graph.nodes:
+        softmax = node.target in NORMALISING_OPS and (node in contractions or "softmax" in str(node.target))
+        if softmax or any(n in result for n in node.all_input_nodes):
+            result.add(node)
     return result
 
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from fa4_inductor.capture.fx_view import shape_exprs
 from fa4_inductor.errors import DeclineReason, DeclineSite
-from fa4_inductor.patterns.elements import Elements, Source
+from fa4_inductor.patterns.elements import MUTATED, Elements, Source
 from fa4_inductor.patterns.indices import FloorDiv, Index
 from fa4_inductor.patterns.rules_views import COPIES, VIEW_RULES, broadcast
 from fa4_inductor.spec import expr as E
@@ -68,7 +68,8 @@ def bind(
         scaled: factors independent of `feature` may be taken out (q and k).
 
     Raises:
-        DeclineSite: UNSUPPORTED_LAYOUT when no captured tensor on the way is a view of the operand.
+        DeclineSite: UNSUPPORTED_LAYOUT when no captured tensor on the way is a view of the operand; MUTATION when
+            tensors of the slice are written, so that the one that was may be gone.
     """
     best: tuple[tuple[int, int], BoundOperand] | None = None
     stops = list(_way_back(ev, node, index, feature, scaled))
@@ -87,6 +88,8 @@ def bind(
         if best is None or cost < best[0]:
             dtype = stop.cast or stop.node.meta["val"].dtype
             best = cost, BoundOperand(source, steps, dtype, heads, stop.factors)
+    if best is None and ev.shadow.mutates:
+        raise DeclineSite(DeclineReason.MUTATION, MUTATED)
     if best is None:
         role = "k or v" if key else "q"
         raise DeclineSite(DeclineReason.UNSUPPORTED_LAYOUT, f"{role} is not a view of a captured tensor")

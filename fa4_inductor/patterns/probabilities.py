@@ -37,7 +37,7 @@ def distribution(ev: Elements, p: E.Expr) -> Distribution | None:
     else:
         found = _hand_written(ev, p)
     if found is None:
-        if any(_over_keys(ev, n) for n in E.walk(p)):
+        if any(_over_keys(ev, n) for n in E.walk(p)) or ("score" in p.free and _has_atoms(ev, p)):
             raise DeclineSite(DeclineReason.NOT_ATTENTION, "the probabilities are changed before they meet V")
         return None
     return _without_row_constants(ev, found)
@@ -48,6 +48,10 @@ def _unscaled(p: E.Expr) -> E.Expr:
     while p.op == "to_float" or p.op in ("mul", "div") and p.args[1].is_const and p.args[1].value == 1:
         p = p.args[0]
     return p
+
+
+def _has_atoms(ev: Elements, e: E.Expr) -> bool:
+    return any(ev.atom_of(n) is not None for n in E.walk(e))
 
 
 def _over_keys(ev: Elements, e: E.Expr) -> bool:

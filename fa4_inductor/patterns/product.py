@@ -145,7 +145,10 @@ class ProductSite:
         if found is None:
             return None
         if self.q is None or self.k is None or "score" not in found.logits.free:
-            raise self.refusal or DeclineSite(DeclineReason.NOT_ATTENTION, "no product of Q and K in the logits")
+            refusal = self.refusal or self.ev.setback
+            if refusal is None:
+                return None  # weights that are no product of two tensors: a router, a pooling
+            raise refusal
         feature = space.ranges.declare("dv", shape(core.rhs)[-1])
         index = (*self._lead(core.rhs), space.kv, feature)
         v = bind(self.ev, core.rhs, index, space.kv, feature, key=True, scaled=False)

@@ -137,11 +137,12 @@ def _read_product(shadow: Shadow, position: int) -> Found | None:
     refusal: DeclineSite | None = None
     for heads in head_counts(core):
         try:
-            return ProductSite(shadow, core, heads, source_of(shadow, position)).match()
+            found = ProductSite(shadow, core, heads, source_of(shadow, position)).match()
+            if found is not None or refusal is None:
+                return found
         except DeclineSite as error:
             refusal = refusal or error
-    assert refusal is not None
-    raise refusal
+    raise refusal or DeclineSite(DeclineReason.NOT_ATTENTION, "no head count fits")
 
 
 def source_of(shadow: Shadow, site: int) -> SourceOf:

@@ -1,0 +1,38 @@
+"""Every case of the corpus: the program it must become and float64 agreement with eager, or the reason it must decline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cases import masks, near_misses, scores, spellings
+from tests.cases.case import Case
+from tests.cases.oracle import checked
+
+ALL = (*spellings.CASES, *masks.CASES, *scores.CASES, *near_misses.CASES)
+DYNAMIC = (*spellings.CASES[:12], *masks.CASES, *scores.CASES)
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda c: c.name)
+def test_case(case: Case) -> None:
+    function, report = checked(case.function)
+    with torch.no_grad():
+        function(*case.inputs())
+    assert len(report.sites) == case.sites, report.sites
+    if case.decline is not None:
+        assert [d.reason for d in report.declined] == [case.decline], report.sites
+    elif case.sites:
+        assert not report.declined, report.declined
+        assert report.error < (1e-12 if case.dtype is torch.float64 else 2e-2)
+        if case.program is not None:
+            assert set(report.programs) == {case.text}
+
+
+@pytest.mark.parametrize("case", [c for c in DYNAMIC if c.decline is None], ids=lambda c: c.name)
+def test_case_with_dynamic_shapes(case: Case) -> None:
+    function, report = checked(case.function, dynamic=True)
+    with torch.no_grad():
+        function(*case.inputs())
+    assert not report.declined, report.declined
+    assert len(report.matches) == case.sites
+    assert report.error < (1e-12 if case.dtype is torch.float64 else 2e-2)
