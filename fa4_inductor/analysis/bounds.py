@@ -7,6 +7,7 @@ score that is a number.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 
 from fa4_inductor.spec.expr import Expr, walk
@@ -39,7 +40,7 @@ def _range(node: Expr, args: list[Range]) -> Range:
     if node.op == "index" or (node.op == "size" and node.value in ("seqlen_q", "seqlen_k")):
         return _NATURAL
     if node.op == "const":
-        result = float(node.value), float(node.value)
+        result = (_rounded(float(node.value)),) * 2
     else:
         rule = _RULES.get(node.op)
         result = _ANY if rule is None else rule(*args)
@@ -48,6 +49,11 @@ def _range(node: Expr, args: list[Range]) -> Range:
     # Arithmetic is fp32: what is beyond its range becomes infinite.
     low, high = (math.copysign(math.inf, x) if abs(x) > FLOAT_MAX else x for x in result)
     return low, high
+
+
+def _rounded(x: float) -> float:
+    """x as fp32, in which tiny numbers are zero."""
+    return struct.unpack("f", struct.pack("f", x))[0] if abs(x) <= FLOAT_MAX else x
 
 
 def _corners(op: Callable[[float, float], float], a: Range, b: Range) -> Range:
