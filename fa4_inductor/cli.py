@@ -60,7 +60,7 @@ def explain(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        Console().print(report.table())
+        Console(width=None if sys.stdout.isatty() else 140).print(report.table())
     return 0
 
 
