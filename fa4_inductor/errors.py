@@ -1,4 +1,4 @@
-"""Errors and declines: the vocabulary in which every stage says why it did not do something. Imports nothing of ours."""
+"""Errors and declines: the vocabulary in which every stage says why it did not do something."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StrictModeError(Fa4Error, RuntimeError):
 
 
 class DeclineReason(enum.Enum):
-    """Why an attention-like site was left as the user wrote it. The value is the stable name used in counters and reports."""
+    """Why a site was left as the user wrote it. The value is the stable name used in counters and reports."""
 
     NOT_ATTENTION = "not_attention"  # softmax feeds a contraction, but the algebra is not softmax(QK^T)V
     PROBS_ESCAPE = "probs_escape"  # probabilities or scores have a second consumer
@@ -50,7 +50,7 @@ class DeclineReason(enum.Enum):
 
 @dataclass(frozen=True)
 class Declined:
-    """A refusal with its reason. `detail` is one sentence for a person, `location` is `file.py:line` in the user's source."""
+    """A refusal with its reason. `detail` is one sentence for a person, `location` is `file.py:line` of the user."""
 
     reason: DeclineReason
     detail: str = ""
