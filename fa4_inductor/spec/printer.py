@@ -85,8 +85,8 @@ def parse_expr(text: str, aux: Sequence[AuxSpec] = ()) -> E.Expr:
 
 def _parse(node: ast.expr, aux: tuple[AuxSpec, ...]) -> E.Expr:
     match node:
-        case ast.Constant(value=bool() | int() | float()):
-            return E.const(node.value)
+        case ast.Constant(value=bool() | int() | float() as value):
+            return E.const(value)
         case ast.Name():
             return _parse_name(node.id)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
