@@ -97,18 +97,22 @@ def is_current(venv: Path) -> bool:
     return stamp.get("value") == stamp_value() and (venv / "bin" / "python").exists()
 
 
-def create_venv(venv: Path) -> Path:
+def create_venv(venv: Path, pip_needed: bool) -> Path:
     """The venv's interpreter; an existing venv of the same Python is kept, a broken or foreign one is replaced."""
     python = venv / "bin" / "python"
     if python.exists():
-        probe = [str(python), "-c", "import sys, pip; print('%d.%d' % sys.version_info[:2])"]
+        modules = "sys, pip" if pip_needed else "sys"
+        probe = [str(python), "-c", f"import {modules}; print('%d.%d' % sys.version_info[:2])"]
         have = subprocess.run(probe, capture_output=True, text=True, check=False)
         if have.returncode == 0 and have.stdout.strip() == "{}.{}".format(*sys.version_info[:2]):
             return python
         say(f"{venv} is broken or of another Python: making it anew")
         shutil.rmtree(venv)
     say(f"virtual environment {venv} (Python {sys.version.split()[0]})")
-    result = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "venv", str(venv)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0 and not pip_needed:  # Debian splits ensurepip off; the host's pip will do
+        result = subprocess.run([*command, "--without-pip", "--clear"], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise SetupError(
             f"python -m venv failed:\n{result.stdout}{result.stderr}\n"
@@ -190,7 +194,7 @@ def set_up(venv: Path) -> None:
     driver = has_nvidia_driver()
     say("NVIDIA driver found" if driver else "no NVIDIA driver: CPU build of torch")
     host = probe_host(sys.executable) if driver else None
-    python = create_venv(venv)
+    python = create_venv(venv, pip_needed=host is None)
     if host is not None:
         source = reuse_host(python, host)
     else:
