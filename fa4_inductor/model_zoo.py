@@ -67,7 +67,7 @@ class Case:
     def resized(self, batch: int, seqlen: int) -> Case:
         """The same model with inputs of another size (images keep their size)."""
         entry, device = ENTRIES[self.name], next(self.model.parameters()).device
-        shape = Shape(batch, seqlen, self.keep is not None)
+        shape = Shape(batch, seqlen, "attention_mask" in self.inputs)
         inputs, keep = _inputs(entry, self.model, shape, device, seed=batch * 1000 + seqlen)
         return dataclasses.replace(self, inputs=inputs, keep=keep)
 
