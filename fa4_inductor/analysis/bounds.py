@@ -34,6 +34,43 @@ def score_bound(score: Expr) -> float | None:
     return bound if math.isfinite(bound) else None
 
 
+def may_be_minus_inf(e: Expr) -> bool:
+    """Whether a logit can be -inf for finite q . k: additive masks in data, log(0), constants.
+
+    An infinite per-head factor (a slope that scales a distance) is left out: it makes NaN, not -inf, of some key.
+    """
+    if e.is_const:
+        return math.isinf(float(e.value))
+    if e.op == "load":
+        return e.kind is Kind.FLOAT
+    if e.op in (
+        "score",
+        "index",
+        "size",
+        "to_float",
+        "tanh",
+        "sigmoid",
+        "erf",
+        "sin",
+        "cos",
+        "exp",
+        "exp2",
+        "pow",
+        "sqrt",
+        "rsqrt",
+    ):
+        return False
+    if e.op == "mul" and not any(a.is_const for a in e.args):
+        return any(may_be_minus_inf(a) and a.free & {"q_idx", "kv_idx"} for a in e.args)
+    if e.op == "div":
+        return may_be_minus_inf(e.args[0])
+    if e.op == "maximum":
+        return all(map(may_be_minus_inf, e.args))
+    if e.op in ("add", "sub", "mul", "neg", "minimum", "abs", "floor", "ceil", "trunc", "round"):
+        return any(map(may_be_minus_inf, e.args))
+    return may_be_minus_inf(e.args[1]) or may_be_minus_inf(e.args[2]) if e.op == "where" else True
+
+
 def _range(node: Expr, args: list[Range]) -> Range:
     if node.kind is Kind.BOOL:
         return 0.0, 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from fa4_inductor.analysis.bounds import may_be_minus_inf
 from fa4_inductor.analysis.intervals import Q
 from fa4_inductor.analysis.solve import KV, solve
 from fa4_inductor.spec.attention import AttentionSpec
@@ -44,12 +45,14 @@ SAME_LENGTHS = Lengths(nonnegative=(_SEQLEN_K - _SEQLEN_Q, _SEQLEN_Q - _SEQLEN_K
 
 
 def may_be_empty(spec: AttentionSpec, lengths: Lengths = UNKNOWN) -> bool:
-    """False only if every query row provably takes part in its softmax with at least one key (or a sink).
+    """False only if every query row provably keeps a key with a logit above -inf (or has a sink).
 
     A launch with seqlen_k == 0 is outside the question: it has no columns and gives zeros.
     """
     if spec.sink is not None:
         return False
+    if may_be_minus_inf(spec.score):
+        return True
     keep = solve(lengths.known(spec.keep))
     facts = [linear(lengths.known(e)) for e in (Q, _SEQLEN_Q - 1 - Q, _SEQLEN_K - 1, *lengths.nonnegative)]
     facts = (facts + _division_facts(keep))[:_MAX_FACTS]

@@ -95,13 +95,14 @@ def _softmax_times_v(
     logits = score if sink is None else torch.cat([score, sink], dim=-1)
     if logits.shape[-1] == 0:  # eager gives zeros here whatever its masks look like
         return score.new_zeros((*score.shape[:3], v.shape[-1])), score.new_full(score.shape[:3], -torch.inf)
-    empty = ~keep.any(dim=-1) if sink is None else torch.zeros_like(keep[..., :0].any(dim=-1))
-    row_max = logits.amax(dim=-1, keepdim=True).masked_fill(empty[..., None], 0.0)
+    row_max = logits.amax(dim=-1, keepdim=True)
+    empty = row_max.squeeze(-1) == -torch.inf
+    row_max = row_max.masked_fill(empty[..., None], 0.0)
     p = torch.exp(logits - row_max)
     row_sum = p.sum(dim=-1, keepdim=True)
     lse = (row_max + torch.log(row_sum)).squeeze(-1)
     out = _weigh(p[..., :seqlen_k] / row_sum.masked_fill(empty[..., None], 1.0), v)
-    if seqlen_k and empty_row is not EmptyRow.ZERO:
+    if seqlen_k and sink is None and empty_row is not EmptyRow.ZERO:
         fill = v.new_tensor(torch.nan) if empty_row is EmptyRow.NAN else v.mean(dim=-2, keepdim=True)
         out = torch.where(empty[..., None], fill, out)
     return out, lse

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fa4_inductor.analysis.facts import AttentionFacts, facts
+from fa4_inductor.analysis.facts import facts
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.kernels.contract import bshd, no_lse, widened
 from fa4_inductor.kernels.graph_values import GraphValue, GraphValues
 from fa4_inductor.spec import AttentionSpec, EmptyRow, Expr
-from fa4_inductor.spec.expr import TRUE
+from fa4_inductor.spec.expr import TRUE, is_finite_const
 from fa4_inductor.spec.interpret import Env, evaluate
 
 Make = Callable[..., Any]
@@ -86,36 +86,37 @@ def _call(
     if known.slope is None or not known.slope.is_const or spec.sink is not None:
         raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA needs a score of the form constant * score + bias")
     options: dict[str, Any] = {"scale": float(spec.softmax_scale * known.slope.value)}
-    bias = None if known.bias is None or known.bias.is_const else known.bias  # a constant is the same for all keys
-    if bias is None and known.is_causal:
+    bias = None if known.bias is None or is_finite_const(known.bias) else known.bias  # a constant changes no weight
+    nan_rows = spec.empty_row is EmptyRow.NAN and known.may_be_empty
+    if bias is None and known.is_causal and not nan_rows:
         options["is_causal"] = True
     elif bias is not None or not known.is_full:
-        options["attn_mask"] = _shared_mask(make, q, aux, spec, known, bias, lengths, numbers, sharing)
+        key = (str(spec.keep), str(bias), spec.empty_row, q.dtype, q.device)
+        build = lambda: _mask(make, q, aux, spec, bias, lengths, numbers)  # noqa: E731
+        options["attn_mask"] = _shared(sharing, lengths, key, build)
     if not _same(q, k, 1):
         options["enable_gqa"] = True
     k, v = (t.expand(lengths["batch"], -1, -1, -1) if _is_one(t.size(0)) and not _same(q, t, 0) else t for t in (k, v))
-    return make(F.scaled_dot_product_attention, q, k, v, **options)
+    out = make(F.scaled_dot_product_attention, q, k, v, **options)
+    if nan_rows:  # SDPA gives zeros there
+        dead = _shared(sharing, lengths, ("dead", *key), lambda: _dead_rows(make, options["attn_mask"]))
+        out = make(torch.where, dead, make(torch.full, (), torch.nan, dtype=q.dtype, device=q.device), out)
+    return out
 
 
-def _shared_mask(
-    make: Make, q: Any, aux: Sequence[Any], spec: AttentionSpec, known: AttentionFacts, bias: Expr | None,
-    lengths: dict[str, Any], numbers: dict[str, Any], sharing: tuple | None,
-) -> Any:  # fmt: skip
-    build = lambda: _mask(make, q, aux, spec, bias, lengths, numbers)  # noqa: E731
+def _dead_rows(make: Make, mask: Any) -> Any:
+    """Rows, (B or 1, H or 1, Sq or 1, 1), that the mask leaves no key."""
+    dropped = make(torch.logical_not, mask) if mask.dtype is torch.bool else make(torch.eq, mask, -torch.inf)
+    return make(torch.all, dropped, -1, True)
+
+
+def _shared(sharing: tuple | None, lengths: dict[str, Any], key: tuple, build: Callable[[], Any]) -> Any:
+    """`build()`, or what an earlier site of the graph built from the same program and tensors."""
     if sharing is None or sharing[0] is None:
         return build()
     memo, values, aux_nodes, size_nodes = sharing
-    needed = {n: lengths[n] if isinstance(lengths[n], int) else str(values.value_of(lengths[n])) for n in _SIZES}
-    key = (
-        str(spec.keep),
-        str(bias),
-        spec.empty_row,
-        q.dtype,
-        q.device,
-        tuple(needed.values()),
-        tuple(aux_nodes),
-        tuple(size_nodes),
-    )
+    known = tuple(n if isinstance(n, int) else str(values.value_of(n)) for n in lengths.values())
+    key = (*key, known, tuple(aux_nodes), tuple(size_nodes))
     node = memo.get(key)
     if node is None or not values.still_valid(node):
         node = memo[key] = build().node

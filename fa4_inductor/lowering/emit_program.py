@@ -104,7 +104,9 @@ def write_program(text: str, digest: str, directory: Path) -> Path:
 
 def _roots(spec: AttentionSpec, facts: AttentionFacts, need_lse: bool, fast_math: bool) -> _Roots:
     shifted = spec.score if need_lse or spec.sink is not None else drop_row_constants(spec.score)
-    logit = shifted if shifted is score() else _prepared(log2_score(_of_raw_product(shifted, spec.softmax_scale)))
+    # The kernel takes the maximum of raw products where nothing is to be computed, which a negative scale turns around.
+    plain = shifted is score() and spec.softmax_scale > 0
+    logit = shifted if plain else _prepared(log2_score(_of_raw_product(shifted, spec.softmax_scale)))
     keep, column = _prepared(facts.keep), _prepared(facts.column)
     sink = None if spec.sink is None else _prepared(scaled(spec.sink, LOG2_E))
     ranges = [_prepared(e) for e in (*facts.kv_range, *facts.kv_full_rest)]

@@ -141,9 +141,9 @@ def bias_is_exact(spec: AttentionSpec, facts: AttentionFacts, dtype: torch.dtype
 
 
 def _keeps_empty_rows(spec: AttentionSpec, target: Target) -> bool:
-    """SDPA gives zeros. On the CPU a finfo.min fill of its additive mask gives the mean of V, as in eager; other
-    devices' kernels do not promise that."""
-    return spec.empty_row is EmptyRow.ZERO or (spec.empty_row is EmptyRow.MEAN and target.device_type == "cpu")
+    """SDPA gives zeros, and NaN can be put in afterwards. On the CPU a finfo.min fill of its additive mask gives the
+    mean of V, as in eager; other devices' kernels do not promise that."""
+    return spec.empty_row is not EmptyRow.MEAN or target.device_type == "cpu"
 
 
 def supports_flex(spec: AttentionSpec, facts: AttentionFacts, operands: Operands, target: Target) -> Support:

@@ -19,7 +19,7 @@ _AUX_KINDS = {
 
 
 class EmptyRow(enum.Enum):
-    """What a query row gets when `keep` is true for no key (and there is no sink)."""
+    """What a query row gets that keeps no key with a logit above -inf (and has no sink)."""
 
     NAN = "nan"  # eager softmax over a row of -inf
     ZERO = "zero"  # torch SDPA with a bool mask (since 2.5), flex_attention
@@ -60,7 +60,8 @@ class AttentionSpec:
         keep: BOOL expression without `score`; False removes the key from the row.
         sink: FLOAT expression over (b, h, q_idx), the logit of one extra column that takes part in the softmax and
             is then dropped.
-        empty_row: contract for rows that keep no key; irrelevant (and ZERO) when there is a sink.
+        empty_row: contract for rows that keep no key (or none with a logit above -inf); irrelevant (and ZERO) when
+            there is a sink.
         aux: dtypes and ranks of the captured tensors, in slot order.
         num_sizes: number of run-time integers `size0..`.
     """

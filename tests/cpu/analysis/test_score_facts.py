@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa4_inductor.analysis.bounds import score_bound, value_range
+from fa4_inductor.analysis.bounds import may_be_minus_inf, score_bound, value_range
 from fa4_inductor.analysis.parts import Stage, affine_in_score, drop_row_constants, stage
 from fa4_inductor.spec import AuxSpec, parse_expr
 from fa4_inductor.spec import expr as E
@@ -86,6 +86,38 @@ def test_not_affine(text):
 )
 def test_score_bound(text, bound):
     assert score_bound(parse(text)) == bound
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "score",
+        "tanh(score) * 50.0",
+        "score + float(kv_idx) * 0.5",
+        "score + aux0[h] * float(kv_idx - q_idx)",
+        "score + float(aux2[b, kv_idx])",
+        "score + maximum(aux1[q_idx, kv_idx], -100.0)",
+        "score + exp(aux0[h])",
+    ],
+)
+def test_logits_above_minus_infinity(text):
+    assert not may_be_minus_inf(parse(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "score + aux1[q_idx, kv_idx]",
+        "score - aux0[h]",
+        "where(aux2[b, kv_idx], score, -inf)",
+        "score + log(float(kv_idx))",
+        "score + aux0[h] * aux1[q_idx, kv_idx]",
+        "score * 2.0 + aux1[q_idx, kv_idx] / 3.0",
+        "minimum(score, aux0[h])",
+    ],
+)
+def test_logits_that_may_be_minus_infinity(text):
+    assert may_be_minus_inf(parse(text))
 
 
 def _floats() -> st.SearchStrategy[E.Expr]:

@@ -51,6 +51,14 @@ def test_matches_the_reference(name):
     assert got[0].transpose(1, 2).is_contiguous()
 
 
+def test_rows_of_minus_infinity_give_zeros():
+    spec, mask = spec_of("score + aux0[q_idx, kv_idx]", aux="float32[2]"), torch.randn(7, 9)
+    mask[2], mask[3, :5] = -torch.inf, -torch.inf
+    got = attention_flex(*operands(), [mask], spec, need_lse=True)
+    torch.testing.assert_close(got, attention_reference(*operands(), [mask], spec, need_lse=True), rtol=1e-5, atol=1e-5)
+    assert (got[0][:, :, 2] == 0).all()
+
+
 @pytest.mark.parametrize("shape", [{"sk": 0}, {"sq": 0}, {"b": 0, "kv_batch": 1}])
 @pytest.mark.parametrize("name", ["causal softcap", "sink"])
 def test_zero_sizes(name, shape):

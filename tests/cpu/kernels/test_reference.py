@@ -75,6 +75,21 @@ def test_empty_rows(contract):
     assert torch.all(lse[:, :, 4:] == -torch.inf) and torch.all(lse[:, :, :4].isfinite())
 
 
+@pytest.mark.parametrize("contract", ["zero", "nan", "mean"])
+def test_a_row_of_minus_infinity_is_an_empty_row(contract):
+    q, k, v = qkv(hkv=4)
+    bias = torch.zeros(7, 9)
+    bias[3], bias[4, :5] = -torch.inf, -torch.inf
+    out, lse = run(
+        (q, k, v), spec_of("score + aux0[q_idx, kv_idx]", aux="float32[2]", empty_row=contract), [bias], need_lse=True
+    )
+    want = (q @ k.mT * 0.25 + bias).softmax(-1) @ v  # NaN in row 3
+    fill = {"zero": 0.0, "nan": torch.nan, "mean": v.mean(-2)}[contract]
+    want[:, :, 3] = torch.as_tensor(fill)
+    torch.testing.assert_close(out, want, equal_nan=True)
+    assert torch.all(lse[:, :, 3] == -torch.inf)
+
+
 def test_sink_is_an_extra_column_and_saves_empty_rows():
     q, k, v = qkv(hkv=4)
     logits = torch.randn(4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from fx_inputs import placeholders
@@ -12,12 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fa4_inductor.analysis import facts
-from fa4_inductor.errors import DeclineSite
+from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.kernels.reference import attention_reference
 from fa4_inductor.kernels.sdpa import attention_sdpa, build_sdpa
 from fa4_inductor.lowering.support import Operands, Supported, supports_sdpa
 from fa4_inductor.runtime.target import target_for
-from fa4_inductor.spec import AttentionSpec, EmptyRow, parse_spec
+from fa4_inductor.spec import AttentionSpec, parse_spec
 
 B, HQ, HKV, SQ, SK, D, DV = 2, 4, 2, 6, 9, 16, 8
 CPU = target_for("cpu")
@@ -51,6 +49,8 @@ CASES = {  # spec, options of the SDPA call, shape of the mask
         {"attn_mask"},
         (1, HQ, SQ, SK),
     ),
+    "padding nan": (spec_of(keep="aux0[b, kv_idx]", aux="bool[2]", empty_row="nan"), {"attn_mask"}, (B, 1, 1, SK)),
+    "rows nan": (spec_of(keep="q_idx < size0", sizes=1, empty_row="nan"), {"attn_mask"}, (1, 1, SQ, SK)),
     "nothing": (spec_of(keep="False"), {"attn_mask"}, (1, 1, 1, SK)),
 }  # fmt: skip
 
@@ -72,8 +72,9 @@ def operands(dtype=torch.float32, kv_batch=B):
 
 def check(got, q, k, v, aux, spec, sizes):
     want, _ = attention_reference(q.double(), k.double(), v.double(), aux, spec, sizes, dtype=torch.float64)
-    band = (4 if q.dtype.itemsize == 2 else 64) * torch.finfo(q.dtype).eps * want.abs().max()
-    assert (got.double() - want).abs().max() <= band, spec.text
+    band = (4 if q.dtype.itemsize == 2 else 64) * torch.finfo(q.dtype).eps * want.nan_to_num().abs().max()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert (got.double() - want).nan_to_num().abs().max() <= band, spec.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -157,7 +158,26 @@ def test_an_lse_is_refused():
         attention_sdpa(*operands(), [], spec_of(), need_lse=True)
 
 
-def test_nan_rows_are_not_quietly_zero():
-    """The near-miss of the zero contract: eager -inf rows are NaN, and SDPA must not be chosen for them."""
-    spec = dataclasses.replace(CASES["padding"][0], empty_row=EmptyRow.NAN)
-    assert not isinstance(supports_sdpa(spec, facts(spec), Operands.of(*operands()), CPU), Supported)
+@pytest.mark.parametrize("empty_row", ["nan", "zero"])
+def test_rows_of_minus_infinity_in_an_additive_mask(empty_row):
+    """Eager softmax gives NaN for such a row, SDPA itself zeros; both spellings reach here as the same bias."""
+    spec = spec_of("score + aux0[q_idx, kv_idx]", aux="float32[2]", empty_row=empty_row)
+    q, k, v = operands()
+    mask = torch.randn(SQ, SK).masked_fill(torch.rand(SQ, SK) < 0.3, -torch.inf)
+    mask[2] = -torch.inf
+    out, _ = attention_sdpa(q, k, v, [mask], spec)
+    scores = q @ k.repeat_interleave(2, 1).mT * 0.3 + mask
+    want = scores.softmax(-1) @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, want if empty_row == "nan" else want.nan_to_num(0.0), equal_nan=True)
+    torch.testing.assert_close(out, attention_reference(q, k, v, [mask], spec)[0], equal_nan=True)
+    module = graph_of([spec, spec], (q, k, v), [mask], [], FakeTensorMode())
+    for result in module(q, k, v, mask):
+        torch.testing.assert_close(result, out, equal_nan=True)
+    tests = [n for n in module.graph.nodes if n.target is torch.all]
+    assert len(tests) == (empty_row == "nan")  # shared, and absent where zeros are meant
+
+
+def test_mean_rows_are_refused_away_from_the_cpu():
+    spec, hopper = CASES["padding mean"][0], target_for("cuda", "sm_90a")
+    refusal = supports_sdpa(spec, facts(spec), Operands.of(*operands()), hopper)
+    assert refusal.reason is DeclineReason.EMPTY_ROWS

@@ -175,6 +175,15 @@ def test_row_constants_are_dropped_unless_the_lse_or_a_sink_sees_them():
     assert "PLAIN = False" in emit_program(sunk, facts(sunk))
 
 
+@pytest.mark.parametrize("scale,plain", [(0.5, True), (0.0, False), (-0.5, False)])
+def test_only_positive_scales_are_plain(scale, plain):
+    spec = dataclasses.replace(spec_of(), softmax_scale=scale)
+    module = execute(emit_program(spec, facts(spec)))
+    assert module.PLAIN is plain
+    if not plain:
+        assert float(module.score(None, 2.0, 0, 0, 0, 0, (), (), ())) == pytest.approx(2.0 * scale * LOG2_E)
+
+
 def test_largest_finite_fills_stay_finite():
     fill = torch.finfo(torch.float32).min
     spec = spec_of(f"where(kv_idx > 2, score, {fill!r}) + aux0[b, kv_idx]", aux="float32[2]")
