@@ -86,7 +86,7 @@ def test_a_configuration_beyond_shared_memory_is_refused():
         build("plain", 256, 256, config=KernelConfig(num_consumers=2, tile_n=128, num_stages=2))
 
 
-@pytest.mark.parametrize("wrong", [{"num_consumers": 4}, {"tile_n": 100}, {"tile_n": 512}, {"num_stages": 0}])
+@pytest.mark.parametrize("wrong", [{"num_consumers": 5}, {"tile_n": 100}, {"tile_n": 512}, {"num_stages": 0}])
 def test_impossible_configurations_are_refused(wrong):
     with pytest.raises(ValueError):
         KernelConfig(**wrong)

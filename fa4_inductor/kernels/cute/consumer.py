@@ -15,7 +15,7 @@ from fa4_inductor.kernels.cute.softmax import Softmax
 from fa4_inductor.kernels.cute.static import TraceObject
 from fa4_inductor.kernels.cute.tiles import key_tiles
 
-_ORDER_BARRIER = 1  # named barriers 1..3: whose turn it is to issue wgmma
+_ORDER_BARRIER = 1  # named barriers 1..4: whose turn it is to issue wgmma
 _WARPGROUP = 128
 
 

@@ -1,4 +1,4 @@
-"""FwdSm90: the sm_90a forward attention kernel (one producer warp with TMA, 1-3 consumer warpgroups with wgmma).
+"""FwdSm90: the sm_90a forward attention kernel (one producer warp with TMA, 1-4 consumer warpgroups with wgmma).
 
 Algorithm: FlashAttention-3 (arXiv 2407.08608) with the conditional rescale of FlashAttention-4 (arXiv 2603.05451),
 score and keep programs inlined into the softmax, and key tiles classed into empty (never loaded), masked and full.
@@ -23,7 +23,7 @@ from fa4_inductor.kernels.cute.redo import MAX_ROUNDS, REDO_WORDS, RedoList
 from fa4_inductor.kernels.cute.static import TraceObject
 from fa4_inductor.kernels.cute.tiles import TileOrder
 
-_REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}  # consumer, producer; by number of consumer warpgroups
+_REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32), 4: (120, 24)}  # consumer, producer; by number of consumer warpgroups
 _L2_BYTES_FOR_KV = 24 << 20  # K and V of one section of heads should stay in L2 (50 MB on H100 and H200)
 _SMEM_BYTES = 227 << 10
 
