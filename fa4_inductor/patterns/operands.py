@@ -171,7 +171,7 @@ def _view_of(
     """Steps from the captured tensor to (B, H, S, D), and H."""
     space = ev.space
     head, heads = _head_of(ev, stop.index) if key else (space.h, space.heads)
-    length = space.seqlen_k if key else space.seqlen_q
+    length = space.ranges.sizes.get(position, sympy.Integer(1))
     roles = [
         Role(space.b, space.batch, key),
         Role(head, heads, key),

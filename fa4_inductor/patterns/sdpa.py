@@ -116,7 +116,7 @@ class SdpaSite:
         call, space = self.call, self.space
         q = self._operand(call.query, space.q, "d", key=False)
         k = self._operand(call.key, space.kv, "d", key=True)
-        v = self._operand(call.value, space.kv, "dv", key=True)
+        v = self._operand(call.value, self._row_of_v(), "dv", key=True)
         logits: E.Expr = E.score()
         for factor in (*q.factors, *k.factors, E.const(call.scale)):
             logits = E.call("mul", logits, factor)
@@ -135,6 +135,11 @@ class SdpaSite:
             num_sizes=len(space.symbols),
         )
         return Found(spec, q, k, v, tuple(self.ev.aux), tuple(space.symbols), self._output_view(), None)
+
+    def _row_of_v(self) -> sympy.Expr:
+        """kv_idx; a variable of its own where Dynamo has another symbol for the same length (caches of k and v)."""
+        length = shape_exprs(self.nodes[self.call.value].meta["val"])[-2]
+        return self.space.kv if length == self.space.seqlen_k else self.space.ranges.declare("kv_idx_of_v", length)
 
     def _masked(self, logits: E.Expr, mask: fx.Node) -> E.Expr:
         node = self.nodes[mask]
