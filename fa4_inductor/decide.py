@@ -78,8 +78,7 @@ def decide(site: Site, settings: Settings, explaining: bool = False) -> tuple[Si
 
 
 def _choose(match: AttentionMatch, seen: Outcome, settings: Settings, target: Target) -> tuple[AttentionMatch, Outcome]:
-    sizes = [_known_size(size) for size in match.sizes]
-    choice = choose(match.spec, Operands.of(*operand_values(match), sizes), target, settings)
+    choice = choose(match.spec, _operands(match, target), target, settings)
     if choice.declined is not None:
         others = "; ".join(f"{name}: {why}" for name, why in choice.passed_over[:-1])
         detail = f"{choice.declined.detail} ({others})" if others else choice.declined.detail
@@ -89,6 +88,15 @@ def _choose(match: AttentionMatch, seen: Outcome, settings: Settings, target: Ta
         seen, status="fused", implementation=choice.implementation, program=choice.spec.text, detail=passed
     )
     return dataclasses.replace(match, spec=choice.spec), outcome
+
+
+def _operands(match: AttentionMatch, target: Target) -> Operands:
+    """What the choice depends on. A kernel is built for its head dims, so on a GPU symbolic ones become guards."""
+    sizes = [_known_size(size) for size in match.sizes]
+    operands = Operands.of(*operand_values(match), sizes)
+    if target.device_type != "cuda":
+        return operands
+    return dataclasses.replace(operands, head_dim=int(operands.head_dim), head_dim_v=int(operands.head_dim_v))
 
 
 def _known_size(size: fx.Node | int) -> Any:

@@ -47,7 +47,8 @@ def check(q, k, v, aux, spec, sizes=(), need_lse=True):
     args = (aux, spec.text, list(sizes))
     out, lse = torch.ops.fa4_inductor._forward(q, k, v, *args, "cute", need_lse)
     want, want_lse = torch.ops.fa4_inductor._forward(q.float(), k.float(), v.float(), *args, "reference", need_lse)
-    assert out.shape == want.shape and out.stride() == want.stride() and out.dtype is q.dtype
+    assert out.shape == want.shape and out.dtype is q.dtype
+    assert out.transpose(1, 2).is_contiguous() and want.transpose(1, 2).is_contiguous()
     band = (want.to(q.dtype).float() - want).abs().nan_to_num().max().item() if want.numel() else 0.0
     scale = want.abs().nan_to_num().max().item() if want.numel() else 0.0
     torch.testing.assert_close(out.float(), want, rtol=0, atol=2 * band + 4e-3 * max(scale, 1e-3), equal_nan=True)
@@ -175,7 +176,8 @@ print(json.dumps({"error": (out - want).abs().max().item(), **log.counters()}))
 
 def test_a_second_process_compiles_nothing_and_computes_the_same(tmp_path):
     def run():
-        env = {**os.environ, "FA4_INDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join([str(ROOT), *sys.path])
+        env = {**os.environ, "FA4_INDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
         done = subprocess.run([sys.executable, "-c", _PROCESS], env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
