@@ -35,12 +35,6 @@ class AttentionFunction(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Uninitialised `out` for these operands, with BSHD memory."""
-    batch, heads, seqlen_q, _ = q.shape
-    return q.new_empty((batch, seqlen_q, heads, v.shape[-1])).transpose(1, 2)
-
-
 def bshd(out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`out` (B, H, S, D) in `dtype` with BSHD memory."""
     return out.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)

@@ -92,8 +92,3 @@ def _worth_it(name: str, operands: Operands, target: Target) -> Declined | None:
 
 def _text(passed: list[tuple[str, Declined]]) -> str:
     return "; ".join(f"{name} ({declined})" for name, declined in passed) or "nothing"
-
-
-def explain_choice(choice: Choice) -> str:
-    """One line for a person."""
-    return f"{choice.implementation or 'the graph as it is'} (passed over: {_text(list(choice.passed_over))})"

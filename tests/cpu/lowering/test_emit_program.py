@@ -145,6 +145,15 @@ def test_ranges_are_those_of_the_facts(name):
         assert torch.equal(*torch.broadcast_tensors(_tensor(bound), want)), expression
 
 
+@pytest.mark.parametrize("name", [n for n, s in OPS_PROGRAMS.items() if s.aux])
+def test_elements_beyond_the_lengths_read_inside_their_tensors(name):
+    spec = OPS_PROGRAMS[name]
+    aux = [t[(slice(0, 4),) * t.dim()] for t in tensors_for(spec)]  # shorter than any length, too
+    score = torch.ones(B, H, SQ + 9, SK + 9, dtype=torch.float64)
+    value, _, _ = program_values(spec, aux, [3] * spec.num_sizes, score, beyond=9, need_lse=True)
+    assert value.shape == score.shape
+
+
 def test_alibi_is_two_multiply_adds_per_element():
     text = emit_program(OPS_PROGRAMS["alibi"], facts(OPS_PROGRAMS["alibi"]))
     body = text.split("def score")[1].split("def ")[0]
