@@ -45,5 +45,5 @@ _OTHER = _WORDS(
     " _vmap_increment_nesting _vmap_decrement_nesting lazy_load_decompositions _add_batch_dim _remove_batch_dim"
 )
 _WRITES = _WORDS("index_copy_ index_put_ index_fill_ index_add_ scatter_ scatter_add_ masked_scatter_ put_")
-"""Writes into caches: nothing to understand, but the slice must know that the tensor holds something else after them."""
+"""Writes into caches: nothing to understand, but the slice must know that the tensor holds other values after them."""
 TRANSPARENT = frozenset(_POINTWISE + _VIEWS + _FACTORIES + _OTHER + _WRITES) | CONTRACTIONS

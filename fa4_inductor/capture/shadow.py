@@ -130,11 +130,19 @@ class _Replay:
             return getattr(values[0], str(node.target))(*values[1:], **keywords)
         if node.target is operator.getitem and _indexes_with_scalars(values[1]):
             return _index(*values)
+        if target_name(node) in ("tensor", "as_tensor") and values and isinstance(values[0], bool | int | float):
+            return _scalar(*values, **keywords)
         position = _LEVEL_ARGUMENT.get(target_name(node))
         if position is not None:
             values = (*values[:position], values[position] + self.levels, *values[position + 1 :])
         assert callable(node.target)
         return node.target(*values, **keywords)
+
+
+def _scalar(value: bool | int | float, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    """torch.tensor of a number, as a factory call that the trace can see through."""
+    natural = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else None
+    return torch.full((), value, dtype=dtype or natural or torch.get_default_dtype(), device=device)
 
 
 def _indexes_with_scalars(index: Any) -> bool:

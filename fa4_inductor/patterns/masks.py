@@ -53,15 +53,15 @@ class _Range:
 class _Peeled:
     """A logit as `value` where every mask keeps.
 
-    `summed`: masks were added to one another, not only nested. `infinite`, `finite`: where the logit is -inf, and where
-    it is a finite fill (the first wins where both hold).
+    `summed`: masks were added to one another, not only nested. `alive`: where the logit is not -inf. `clear`: where it
+    is not a finite fill either, given that it is alive.
     """
 
     value: E.Expr
     masks: tuple[Mask, ...] = ()
     summed: bool = False
-    infinite: E.Expr = E.FALSE
-    finite: E.Expr = E.FALSE
+    alive: E.Expr = E.TRUE
+    clear: E.Expr = E.TRUE
 
 
 def split(logits: E.Expr, *, dtypes: tuple[torch.dtype, ...], fills_are_zero: bool, has_sink: bool) -> Logits:
@@ -87,8 +87,8 @@ def split(logits: E.Expr, *, dtypes: tuple[torch.dtype, ...], fills_are_zero: bo
     if not infinite and not peeled.summed and len({m.fill for m in finite}) == 1:
         return Logits(peeled.value, E.conjunction([m.keep for m in finite]), EmptyRow.MEAN)
     # Finite fills stay in the score: a row of them is uniform over just those columns that are not -inf.
-    value = E.call("where", peeled.finite, LEVEL, peeled.value)
-    return Logits(value, ~peeled.infinite, unkept)
+    value = E.call("where", peeled.clear, peeled.value, LEVEL)
+    return Logits(value, peeled.alive, unkept)
 
 
 def _peel(e: E.Expr, limits: _Range) -> _Peeled:
@@ -107,12 +107,12 @@ def _peel_where(e: E.Expr, limits: _Range) -> _Peeled:
     for keep, kept, fill in ((condition, a, b), (~condition, b, a)):
         if _is_fill(fill, limits) and not _is_fill(kept, limits):
             inner = _peel(kept, limits)
-            infinite, finite = _or(~keep, inner.infinite), _or(~keep, inner.finite)
             if fill.value == -math.inf:
-                finite = inner.finite
+                alive, clear = E.conjunction([keep, inner.alive]), inner.clear
             else:
-                infinite = inner.infinite if inner.infinite is E.FALSE else keep & inner.infinite
-            return _Peeled(inner.value, (*inner.masks, Mask(keep, fill.value)), inner.summed, infinite, finite)
+                alive = inner.alive if inner.alive is E.TRUE else ~keep | inner.alive
+                clear = E.conjunction([keep, inner.clear])
+            return _Peeled(inner.value, (*inner.masks, Mask(keep, fill.value)), inner.summed, alive, clear)
     return _Peeled(e)
 
 
@@ -126,14 +126,11 @@ def _peel_add(e: E.Expr, limits: _Range) -> _Peeled:
     zero = [p.value.is_const and p.value.value == 0 for p in (left, right)]
     value = right.value if zero[0] else left.value if zero[1] else left.value + right.value
     summed = left.summed or right.summed or bool(left.masks and right.masks)
-    infinite, finite = _or(left.infinite, right.infinite), _or(left.finite, right.finite)
-    if left.finite is not E.FALSE and right.finite is not E.FALSE:
-        infinite = _or(infinite, left.finite & right.finite)  # two finfo.min overflow
-    return _Peeled(value, left.masks + right.masks, summed, infinite, finite)
-
-
-def _or(a: E.Expr, b: E.Expr) -> E.Expr:
-    return b if a is E.FALSE else a if b is E.FALSE else a | b
+    alive = [left.alive, right.alive]
+    if left.clear is not E.TRUE and right.clear is not E.TRUE:
+        alive.append(left.clear | right.clear)  # two finfo.min overflow
+    clear = E.conjunction([left.clear, right.clear])
+    return _Peeled(value, left.masks + right.masks, summed, E.conjunction(alive), clear)
 
 
 def _peel_sub(e: E.Expr, limits: _Range) -> _Peeled:
@@ -161,8 +158,10 @@ def _peel_maximum(e: E.Expr, limits: _Range) -> _Peeled:
     if not _is_fill(c, limits):
         return _Peeled(e)
     inner = _peel(x, limits)
+    if not inner.masks:
+        return _Peeled(e)
     masks = tuple(Mask(m.keep, c.value) for m in inner.masks)
-    return _Peeled(inner.value, masks, False, E.FALSE, _or(inner.infinite, inner.finite))
+    return _Peeled(inner.value, masks, False, E.TRUE, E.conjunction([inner.alive, inner.clear]))
 
 
 def _peel_cast(e: E.Expr, limits: _Range) -> _Peeled:

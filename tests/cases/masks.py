@@ -117,6 +117,14 @@ def clamped_sum(q, k, v, mask):
     return scores.softmax(-1) @ v
 
 
+def scalar_tensor_fill(q, k, v, mask):
+    """GPT-Neo: a causal buffer with a 0-dim tensor as fill, plus an additive mask that overflows with it."""
+    lowest = torch.tensor(torch.finfo(q.dtype).min, dtype=q.dtype, device=q.device)
+    scores = torch.where(arange()[None] <= arange()[:, None], scores_of(q, k), lowest)
+    pad = torch.where(mask[:, None, None], 0 * lowest, lowest)
+    return (scores + pad).softmax(-1) @ v
+
+
 def mask_then_scale(q, k, v):
     bias = torch.triu(torch.full((SEQLEN, SEQLEN), -torch.inf, dtype=q.dtype), 1)
     return ((q @ k.mT + bias) * SCALE).softmax(-1) @ v
@@ -247,6 +255,7 @@ CASES = (
     Case("nested_fills", nested_fills, program(keep=_BOTH, empty_row="mean"), "bool[2]", extra=_pad),
     Case("summed_fills", summed_fills, extra=_pad),
     Case("summed_fills_in_range", summed_fills_in_range, extra=_pad),
+    Case("scalar_tensor_fill", scalar_tensor_fill, extra=_pad),
     Case("clamped_sum", clamped_sum, program(keep=_BOTH, empty_row="mean"), "bool[2]", extra=_pad),
     Case("fp32_minimum_narrowed", fp32_minimum_narrowed, _CAUSAL_MEAN, **_HALF),
     Case("narrowed_to_inf", narrowed_to_inf, _CAUSAL_INF, **_HALF),
