@@ -35,6 +35,7 @@ class Outcome:
         program: text of the AttentionSpec; None when declined.
         reason: a `DeclineReason` value unless fused. detail: one sentence for a person.
         shapes: dtype, device and shapes of q, k and v, as text.
+        specialised_on: what the kernel is compiled for besides the program; other shapes of the site reuse it.
     """
 
     location: str
@@ -44,6 +45,7 @@ class Outcome:
     reason: str | None = None
     detail: str = ""
     shapes: str = ""
+    specialised_on: str = ""
 
     @property
     def fused(self) -> bool:
@@ -52,7 +54,8 @@ class Outcome:
 
     def left(self, reason: DeclineReason, detail: str) -> Outcome:
         """The same site, understood and left as the user wrote it."""
-        return dataclasses.replace(self, status="matched", implementation=None, reason=reason.value, detail=detail)
+        text = {"reason": reason.value, "detail": detail, "specialised_on": ""}
+        return dataclasses.replace(self, status="matched", implementation=None, **text)
 
 
 def decide(site: Site, settings: Settings, explaining: bool = False) -> tuple[Site, Outcome]:
@@ -87,7 +90,23 @@ def _choose(match: AttentionMatch, seen: Outcome, settings: Settings, target: Ta
     outcome = dataclasses.replace(
         seen, status="fused", implementation=choice.implementation, program=choice.spec.text, detail=passed
     )
+    if choice.implementation == "cute":
+        outcome = dataclasses.replace(outcome, specialised_on=_specialised_on(match, target))
     return dataclasses.replace(match, spec=choice.spec), outcome
+
+
+def _specialised_on(match: AttentionMatch, target: Target) -> str:
+    q, k, v = operand_values(match)
+    dims = f"head dims {q.shape[3]} and {v.shape[3]}, {_group(q, k)} query heads per key head"
+    return f"{_name(q.dtype)}, {dims}, {target.arch}; not on batch, lengths or strides"
+
+
+def _group(q: torch.Tensor, k: torch.Tensor) -> int:
+    return int(q.shape[1]) // int(k.shape[1])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _operands(match: AttentionMatch, target: Target) -> Operands:
@@ -115,7 +134,7 @@ def _target(q: torch.Tensor, settings: Settings, explaining: bool) -> Target:
 
 def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     sizes = " ".join(f"{name}{tuple(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
-    return f"{str(q.dtype).removeprefix('torch.')} {q.device.type} {sizes}"
+    return f"{_name(q.dtype)} {q.device.type} {sizes}"
 
 
 Decision = tuple[Site, Outcome]
@@ -171,7 +190,6 @@ def _without_kernel(
 
 def _key_of(match: AttentionMatch, settings: Settings) -> CompileKey:
     q, k, v = operand_values(match)
-    group = int(q.shape[1]) // int(k.shape[1])
     target = _target(q, settings, explaining=False)
     program = prepare(match.spec).spec.text
-    return compiler.forward_key(program, q.dtype, int(q.shape[3]), int(v.shape[3]), group, False, target)
+    return compiler.forward_key(program, q.dtype, int(q.shape[3]), int(v.shape[3]), _group(q, k), False, target)

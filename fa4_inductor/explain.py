@@ -32,6 +32,7 @@ class SiteReport:
     reason: str | None
     detail: str
     shapes: str
+    specialised_on: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Report:
                 status.append(f"\n{site.implementation}")
             why = ": ".join(part for part in (site.reason, site.detail) if part)
             program = (site.program or "").replace("; ", "\n")
-            table.add_row(where, status, Text("\n".join(part for part in (program, site.shapes, why) if part)))
+            kernel = f"compiled for {site.specialised_on}" if site.specialised_on else ""
+            table.add_row(where, status, Text("\n".join(part for part in (program, site.shapes, kernel, why) if part)))
         return table
 
     def _groups(self) -> list[list[SiteReport]]:

@@ -53,6 +53,7 @@ def test_another_target(x, monkeypatch):
     with torch.no_grad():
         report = fa4_inductor.explain(Model(1), x.bfloat16())
     assert (report.sites[0].status, report.sites[0].implementation) == ("fused", "cute")
+    assert "bfloat16, head dims 64 and 64, 1 query heads per key head, sm_90a" in report.sites[0].specialised_on
 
 
 def test_forced_implementation(x, monkeypatch):
