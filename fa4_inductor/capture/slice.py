@@ -94,39 +94,41 @@ def has_softmax_above(anchor: fx.Node) -> bool:
     return False
 
 
-def backward_slice(roots: Sequence[fx.Node], site: fx.Node, *, contractions: int = MAX_CONTRACTIONS) -> Slice:
+class GraphIndex:
+    """What slicing needs to know about a graph, looked up once: order, mutations and state changes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.mutations = [(n, mutated_storages(n)) for n in graph.nodes if is_mutation(n)]
+        calls = [n for n in graph.nodes if n.op == "call_function"]
+        self.state = [n for n in calls if target_name(n) in ops.STATE]
+        self.vmap = [n for n in calls if target_name(n) in ops.VMAP - {"_add_batch_dim", "_remove_batch_dim"}]
+
+
+def backward_slice(
+    roots: Sequence[fx.Node], site: fx.Node, index: GraphIndex, *, contractions: int = MAX_CONTRACTIONS
+) -> Slice:
     """The slice of `roots` as they are when `site` runs (roots come before it, or are it).
 
     Raises:
         DeclineSite: TENSOR_SUBCLASS, or MUTATION by an op that cannot be followed.
     """
-    before = _nodes_until(site)
-    members, leaves = _collect(roots, contractions)
-    while added := _add_mutations(members, leaves, before, site):
-        _grow(added, members, leaves, contractions)
-    _add_state(members, before)
-    for node in members:
-        _check_value(node)
-    nodes = tuple(n for n in before if n in members)
-    if len(nodes) > MAX_NODES:
-        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"more than {MAX_NODES} nodes lead to this site")
-    return Slice(nodes, frozenset(leaves), tuple(roots))
-
-
-def _nodes_until(site: fx.Node) -> list[fx.Node]:
-    nodes = []
-    for node in site.graph.nodes:
-        nodes.append(node)
-        if node is site:
-            break
-    return nodes
-
-
-def _collect(roots: Sequence[fx.Node], contractions: int) -> tuple[set[fx.Node], set[fx.Node]]:
     members: set[fx.Node] = set()
     leaves: set[fx.Node] = set()
     _grow([(r, 0) for r in roots], members, leaves, contractions)
-    return members, leaves
+    before = index.order[site]
+    while added := _add_mutations(members, leaves, index, before):
+        _grow(added, members, leaves, contractions)
+    state = index.state + (index.vmap if any(target_name(n) in ops.VMAP for n in members) else [])
+    for node in state:
+        if node not in members and index.order[node] < before:
+            members.add(node)
+            members.update(node.all_input_nodes)
+    for node in members:
+        _check_value(node)
+    if len(members) > MAX_NODES:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"more than {MAX_NODES} nodes lead to this site")
+    return Slice(tuple(sorted(members, key=index.order.__getitem__)), frozenset(leaves), tuple(roots))
 
 
 def _grow(start: list[tuple[fx.Node, int]], members: set[fx.Node], leaves: set[fx.Node], contractions: int) -> None:
@@ -150,15 +152,18 @@ def _grow(start: list[tuple[fx.Node, int]], members: set[fx.Node], leaves: set[f
 
 
 def _add_mutations(
-    members: set[fx.Node], leaves: set[fx.Node], before: list[fx.Node], site: fx.Node
+    members: set[fx.Node], leaves: set[fx.Node], index: GraphIndex, before: int
 ) -> list[tuple[fx.Node, int]]:
     """Mutations of what the slice reads that are not in it yet."""
+    candidates = [
+        (n, written) for n, written in index.mutations if index.order[n] < before and (n not in members or n in leaves)
+    ]
+    if not candidates:
+        return []
     storages = frozenset().union(*(storage_keys(n) for n in members))
     found = []
-    for node in before:
-        if node is site or node in members and node not in leaves or not is_mutation(node):
-            continue
-        if mutated_storages(node) & storages:
+    for node, written in candidates:
+        if written & storages:
             if is_opaque(node):
                 detail = f"{target_name(node)} writes into a tensor that this site reads"
                 raise DeclineSite(DeclineReason.MUTATION, detail)
@@ -166,16 +171,6 @@ def _add_mutations(
             members.discard(node)
             found.append((node, MAX_CONTRACTIONS))
     return found
-
-
-def _add_state(members: set[fx.Node], before: list[fx.Node]) -> None:
-    names: set[str] = set(ops.STATE)
-    if any(target_name(n) in ops.VMAP for n in members):
-        names |= ops.VMAP - {"_add_batch_dim", "_remove_batch_dim"}
-    for node in before:
-        if node not in members and node.op == "call_function" and target_name(node) in names:
-            members.add(node)
-            members.update(n for n in node.all_input_nodes)
 
 
 def _check_value(node: fx.Node) -> None:

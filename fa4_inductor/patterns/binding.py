@@ -11,7 +11,7 @@ from torch import fx
 
 from fa4_inductor.capture.fx_view import example, is_mutation, location, size_expr
 from fa4_inductor.capture.shadow import Shadow
-from fa4_inductor.capture.slice import Slice
+from fa4_inductor.capture.slice import GraphIndex, Slice
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.patterns.elements import AuxTensor, Source
 from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep
@@ -26,13 +26,13 @@ class GraphFacts:
     """What binding needs to know about a whole graph; computed once per graph."""
 
     graph: fx.Graph
-    order: dict[fx.Node, int] = field(default_factory=dict)
+    index: GraphIndex = field(init=False)
     sizes: dict[sympy.Expr, fx.Node] = field(default_factory=dict)
     live: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        for i, node in enumerate(self.graph.nodes):
-            self.order[node] = i
+        self.index = GraphIndex(self.graph)
+        for node in self.graph.nodes:
             value = example(node)
             if isinstance(value, torch.SymInt):
                 self.sizes.setdefault(size_expr(value), node)
@@ -45,7 +45,7 @@ class GraphFacts:
         if isinstance(e, int) or e.is_Integer:
             return int(e)
         node = self.sizes.get(e)
-        return node if node is not None and self.order[node] < self.order[site] else None
+        return node if node is not None and self.index.order[node] < self.index.order[site] else None
 
 
 def bind_match(found: Found, facts: GraphFacts, site: fx.Node, piece: Slice) -> AttentionMatch:

@@ -13,7 +13,7 @@ from torch import fx
 
 from fa4_inductor.capture.fx_view import example, shape_exprs
 from fa4_inductor.capture.shadow import Shadow, trace
-from fa4_inductor.capture.slice import Slice, backward_slice
+from fa4_inductor.capture.slice import GraphIndex, Slice, backward_slice
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.patterns import masks
 from fa4_inductor.patterns.elements import AuxTensor, Elements
@@ -64,8 +64,8 @@ def output_of(node: fx.Node, live: set[fx.Node]) -> fx.Node | None:
 class FlexSite:
     """One flex_attention call. `nodes` maps the operands to the shadow of `piece`."""
 
-    def __init__(self, call: FlexCall, piece: Slice, shadow: Shadow, source_of: SourceOf) -> None:
-        self.call, self.piece, self.shadow = call, piece, shadow
+    def __init__(self, call: FlexCall, piece: Slice, shadow: Shadow, source_of: SourceOf, graph: GraphIndex) -> None:
+        self.call, self.piece, self.shadow, self.graph = call, piece, shadow, graph
         q, k = (shape_exprs(example(n)) for n in (call.query, call.key))
         if len(q) != 4:
             raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"query of rank {len(q)}")
@@ -127,16 +127,15 @@ class FlexSite:
         """The block lists of a mask that keeps everything must name the one block there is."""
         counts, blocks = self.call.lists[2:4]
         sizes = [b if isinstance(b, int) else 0 for b in (self.call.block_q, self.call.block_kv)]
-        if min(sizes) >= UNBOUNDED_BLOCK and _is_one_block(counts, blocks):
+        if min(sizes) >= UNBOUNDED_BLOCK and _is_one_block(counts, blocks, self.graph):
             return
         raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "sparsity that only the block lists of the mask hold")
 
 
-def _is_one_block(counts: fx.Node, blocks: fx.Node) -> bool:
+def _is_one_block(counts: fx.Node, blocks: fx.Node, graph: GraphIndex) -> bool:
     """kv_num_blocks = [[[1]]] and kv_indices = [[[[0]]]], as graph constants."""
-    piece = backward_slice([counts, blocks], blocks)
-    if counts not in piece.nodes:
-        return False
+    last = max(counts, blocks, key=graph.order.__getitem__)
+    piece = backward_slice([counts, blocks], last, graph)
     shadow = trace(piece)
     one = sympy.Integer(1)
     ev = Elements(shadow, Space(one, one, one, one), lambda node: None)

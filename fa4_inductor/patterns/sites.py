@@ -95,15 +95,15 @@ def _match_flex(search: _Search, node: fx.Node) -> AttentionMatch | None:
     if output is None:
         return None
     call = FlexCall(search.module, node)
-    piece = backward_slice([call.query, call.key, call.value], node)
+    piece = backward_slice([call.query, call.key, call.value], node, search.facts.index)
     shadow = search.shadow(piece, ("flex", piece.key()))
-    found = FlexSite(call, piece, shadow, source_of(shadow, -1)).match()
+    found = FlexSite(call, piece, shadow, source_of(shadow, -1), search.facts.index).match()
     return bind_match(found, search.facts, output, piece)
 
 
 def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:
     call = read_call(node)
-    piece = backward_slice(call.tensors, node)
+    piece = backward_slice(call.tensors, node, search.facts.index)
     position = {n: i for i, n in enumerate(piece.nodes)}
     settings = (call.is_causal, call.scale, call.enable_gqa, call.dtype, call.attn_mask is None, call.output_shape)
     key = ("sdpa", settings, piece.key())
@@ -119,7 +119,7 @@ def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:
 
 
 def _match_product(search: _Search, node: fx.Node) -> AttentionMatch | None:
-    piece = backward_slice([node], node)
+    piece = backward_slice([node], node, search.facts.index)
     key = piece.key()
     found = search.once(key, lambda: _read_product(search.shadow(piece, key), len(piece.nodes) - 1))
     if found is None:
