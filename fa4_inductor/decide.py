@@ -170,7 +170,8 @@ def _prepare(site: Site, key: CompileKey, settings: Settings) -> None:
     assert isinstance(site, AttentionMatch)
     q = operand_value(site.q)
     dims = (key.head_dim, key.head_dim_v, key.qhead_per_kvhead)
-    launch.prepare(compiler.get_kernel(key, settings), key.program, q.dtype, *dims, q.device, key.need_lse)
+    kernel = compiler.get_kernel(key, settings)
+    launch.prepare(kernel, key.program, q.dtype, *dims, q.device, key.need_lse, settings.strict)
 
 
 def _without_kernel(

@@ -22,13 +22,17 @@ _ALIGNMENT = 16  # bytes: what TMA demands of addresses and of all strides but t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """A kernel with what its launches have in common. `bool_aux`: some aux are bool, handed over as uint8 views."""
+    """A kernel with what its launches have in common.
+
+    `bool_aux`: some aux are bool, handed over as uint8 views. `strict`: a refused launch is an error.
+    """
 
     kernel: Callable[..., None]
     spec: AttentionSpec
     softmax_scale: float
     needs_v_mean: bool
     bool_aux: bool
+    strict: bool = False
 
 
 _plans: dict[tuple[Any, ...], Plan | None] = {}
@@ -143,12 +147,29 @@ def _launch(
         aligned(q), aligned(k), aligned(v), out, lse if need_lse else None, v_mean, plan.softmax_scale,
         _kernel_aux(plan, aux, q.device) if aux else None, tuple(sizes) if sizes else None,
     )  # fmt: skip
-    if q.device.index == torch.cuda.current_device():
-        plan.kernel(*arguments)
-    else:
-        with torch.cuda.device(q.device):
+    try:
+        if q.device.index == torch.cuda.current_device():
             plan.kernel(*arguments)
+        else:
+            with torch.cuda.device(q.device):
+                plan.kernel(*arguments)
+    except Exception as error:
+        _abandon(plan, error)
+        return _RUN["reference"](q, k, v, aux, plan.spec.text, sizes, need_lse)
     return out, lse
+
+
+def _abandon(plan: Plan, error: Exception) -> None:
+    """A kernel that was refused at launch, by a toolchain or device that does not fit, is used no more."""
+    message = (str(error).strip().splitlines() or ["no message"])[0]
+    cause = f"an attention kernel could not be launched ({type(error).__name__}: {message})"
+    if plan.strict:
+        raise KernelUnavailable(cause) from error
+    log.warn_once(cause, "Attention runs in eager torch instead; `python -m fa4_inductor doctor` shows what is missing")
+    for key in [key for key, known in _plans.items() if known is plan]:
+        _plans[key] = None
+    for key in [key for key, known in _checked.items() if known is plan]:
+        del _checked[key]
 
 
 def _fill_without_keys(
@@ -206,7 +227,7 @@ def _make_plan(
         if device.type not in _DEVICES:
             raise KernelUnavailable(f"CuTe-DSL kernels run on NVIDIA GPUs, not on {device.type}")
         key = compiler.forward_key(program, dtype, head_dim, head_dim_v, group, need_lse, target)
-        return make_plan(compiler.get_kernel(key, settings), program)
+        return make_plan(compiler.get_kernel(key, settings), program, settings.strict)
     except KernelUnavailable as error:
         if settings.strict:
             raise
@@ -214,13 +235,13 @@ def _make_plan(
         return None
 
 
-def make_plan(kernel: Callable[..., None], program: str) -> Plan:
+def make_plan(kernel: Callable[..., None], program: str, strict: bool) -> Plan:
     """What launches of `program` need besides the kernel."""
     from fa4_inductor.runtime import compile as compiler
 
     spec = _spec(program)
     bool_aux = any(a.dtype == "bool" for a in spec.aux)
-    return Plan(kernel, spec, spec.softmax_scale, compiler.needs_v_mean(spec), bool_aux)
+    return Plan(kernel, spec, spec.softmax_scale, compiler.needs_v_mean(spec), bool_aux, strict)
 
 
 def prepare(
@@ -232,9 +253,10 @@ def prepare(
     group: int,
     device: torch.device,
     need_lse: bool,
+    strict: bool = False,
 ) -> None:
     """Make the plan of a kernel built ahead, so that its first launch, maybe inside a capture, builds nothing."""
-    _plans[program, dtype, head_dim, head_dim_v, group, device, need_lse] = make_plan(kernel, program)
+    _plans[program, dtype, head_dim, head_dim_v, group, device, need_lse] = make_plan(kernel, program, strict)
 
 
 def clear_plans() -> None:

@@ -1,8 +1,12 @@
 """Launch: operand checks, alignment, empty problems and argument order, with a recording kernel."""
 
+import logging
+
 import pytest
 import torch
 
+from fa4_inductor import log
+from fa4_inductor.errors import KernelUnavailable
 from fa4_inductor.runtime import launch
 from fa4_inductor.spec import AttentionSpec, AuxSpec, EmptyRow, parse_expr
 
@@ -96,6 +100,27 @@ def test_a_plan_built_ahead_is_used(monkeypatch):
     launch.prepare(recorder, spec.text, torch.float16, 8, 16, 2, DEV, False)
     launch.forward(*operands(), [], spec.text, [], "cute", False)
     assert len(recorder.calls) == 1
+
+
+def test_a_kernel_that_is_refused_at_launch_is_replaced_with_one_warning(caplog):
+    calls = []
+
+    def refuse(*args):
+        calls.append(args)
+        raise TypeError("Mismatched number of arguments")
+
+    log.reset_warnings()
+    spec, args = AttentionSpec(0.5), operands()
+    launch.prepare(refuse, spec.text, torch.float16, 8, 16, 2, DEV, False)
+    want = launch.forward(*args, [], spec.text, [], "reference", False)[0]
+    with caplog.at_level(logging.WARNING, logger="fa4_inductor"):
+        for _ in range(3):
+            torch.testing.assert_close(launch.forward(*args, [], spec.text, [], "cute", False)[0], want)
+    assert len(calls) == 1 and len(caplog.records) == 1 and "TypeError" in caplog.text
+    launch.clear_plans()
+    launch.prepare(refuse, spec.text, torch.float16, 8, 16, 2, DEV, False, strict=True)
+    with pytest.raises(KernelUnavailable, match="could not be launched"):
+        launch.forward(*args, [], spec.text, [], "cute", False)
 
 
 def good(t):
