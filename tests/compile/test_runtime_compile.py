@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fa4_inductor import log
+from fa4_inductor import backend, decide, log
 from fa4_inductor.errors import KernelUnavailable
 from fa4_inductor.runtime import compile as C
 from fa4_inductor.runtime import launch, workers
@@ -42,7 +42,7 @@ def fresh():
 _PROCESS = """
 import dataclasses, json, sys
 import torch
-from fa4_inductor import log
+from fa4_inductor import backend, decide, log
 from fa4_inductor.runtime import compile as C
 from fa4_inductor.runtime.target import target_for
 from fa4_inductor.settings import Settings
@@ -174,3 +174,20 @@ def test_failures_are_reported_by_key(monkeypatch):
 def test_a_key_survives_the_way_to_a_worker():
     key = key_of()
     assert workers.key_from_json(json.dumps(key.describe())) == key
+
+
+def test_the_backend_builds_kernels_while_dynamo_compiles(tmp_path, monkeypatch):
+    def attention(q, k, v):
+        return torch.softmax(q @ k.transpose(2, 3) * 0.125, dim=-1) @ v
+
+    monkeypatch.setenv("FA4_INDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(decide, "target_for", lambda device, arch=None: HOPPER)
+    graphs = []
+
+    def fuse(gm, example_inputs):
+        graphs.append(backend.fuse(gm, Settings.from_env().with_options({"fa4.strict": True})))
+        return lambda *args: [args[0]]  # there is no GPU to run the kernel
+
+    with torch.no_grad():
+        torch.compile(attention, backend=fuse)(*(torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16) for _ in range(3)))
+    assert graphs[0] and log.counters()["kernel_compiles"] == 1 and len(launch._plans) == 1
