@@ -1,4 +1,4 @@
-"""Every case of the corpus: the program it must become and float64 agreement with eager, or the reason it must decline."""
+"""Every case of the corpus: the program it becomes and float64 agreement with eager, or the reason to decline."""
 
 from __future__ import annotations
 
