@@ -126,6 +126,7 @@ class Elements:
                 value = rule(self, node, index)
                 value = E.cast(value, kind_of(node.meta["val"].dtype))
                 value = boolean_selection(value) if value.kind is Kind.BOOL else value
+                _check_width(node, value)
                 return self._collapsed(node, index, value)
             if node in self._normalised:
                 raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"{node.target} on the probabilities")
@@ -260,6 +261,12 @@ def _normalised(graph: fx.Graph, contractions: dict[fx.Node, frozenset[fx.Node]]
 
 def _is_bare_load(e: E.Expr) -> bool:
     return e.op == "load" or e.op in ("to_float", "not_") and _is_bare_load(e.args[0])
+
+
+def _check_width(node: fx.Node, e: E.Expr) -> None:
+    """Arithmetic in small integer types wraps around; an expression does not."""
+    if node.meta["val"].dtype in (torch.uint8, torch.int8, torch.int16) and e.op in ("add", "sub", "mul", "neg"):
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"arithmetic in {node.meta['val'].dtype}")
 
 
 def _selects_constants(e: E.Expr) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.patterns.booleans import boolean_selection
 from fa4_inductor.patterns.indices import Index
 from fa4_inductor.patterns.rules_views import argument
 from fa4_inductor.spec import expr as E
@@ -46,13 +47,31 @@ def constant(value: Any, dtype: torch.dtype) -> E.Expr:
     return E.const(bool(value)) if kind is Kind.BOOL else E.const(int(value))
 
 
+_DECIDES = {"eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil", "trunc", "round", "mod"}
+
+
 def _plain(name: str) -> Rule:
     """An op of the spec's table, applied to all positional arguments."""
 
     def rule(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
-        return E.call(name, *(ev.operand(a, index) for a in node.args))
+        operands = [ev.operand(a, index) for a in node.args]
+        if name in _DECIDES:
+            for arg, operand in zip(node.args, operands):
+                _check_unrounded(arg, operand)
+        return E.call(name, *operands)
 
     return rule
+
+
+def _check_unrounded(arg: Any, operand: E.Expr) -> None:
+    """Rounding to a half type is noise in a score, but not where a decision is taken on the rounded value."""
+    if not isinstance(arg, fx.Node) or not isinstance(arg.meta["val"], torch.Tensor):
+        return
+    exact = operand.op in ("const", "load") or boolean_selection(operand) is not operand
+    exact = exact or (operand.op == "where" and operand.args[1].is_const and operand.args[2].is_const)
+    exact = exact or (operand.op == "to_float" and operand.args[0].kind is Kind.BOOL)
+    if arg.meta["val"].dtype in (torch.float16, torch.bfloat16) and not exact:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"a decision on a rounded {arg.meta['val'].dtype} value")
 
 
 def _add(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
@@ -170,6 +189,8 @@ def _cast(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
         return ev.narrow(node, index, value) if narrows(old, dtype) else value
     if not dtype.is_floating_point and dtype not in (torch.bool, torch.int32, torch.int64) and old is not torch.bool:
         raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"cast to {dtype}")
+    if not dtype.is_floating_point:
+        _check_unrounded(source, value)
     return E.cast(value, kind_of(dtype))
 
 

@@ -29,6 +29,9 @@ class Space:
     """Run-time integers in the order of `size0, size1, ...`."""
 
     def __post_init__(self) -> None:
+        for size in (self.batch, self.heads, self.seqlen_q, self.seqlen_k):
+            if any(s.name.startswith("u") for s in size.free_symbols):
+                raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"size {size} depends on data: it may be 0")
         self._values: dict[sympy.Symbol, E.Expr] = {}
         self._symbol_of: dict[E.Expr, sympy.Symbol] = {}
         self.b = self._index("b", self.batch)

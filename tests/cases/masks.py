@@ -125,6 +125,18 @@ def scalar_tensor_fill(q, k, v, mask):
     return (scores + pad).softmax(-1) @ v
 
 
+def bfloat16_positions(q, k, v):
+    """Positions rounded to bfloat16 before they are compared: 257 <= 256 holds there."""
+    i = torch.arange(240, 240 + SEQLEN).to(torch.bfloat16)
+    keep = (i[None] - 4) <= i[:, None] - 4
+    return scores_of(q, k).masked_fill(~keep, -torch.inf).softmax(-1) @ v
+
+
+def wrapping_mask(q, k, v, mask):
+    """uint8: 0 - 1 = 255."""
+    return scores_of(q, k).masked_fill(((mask - 1) > 3)[:, None, None], -torch.inf).softmax(-1) @ v
+
+
 def mask_then_scale(q, k, v):
     bias = torch.triu(torch.full((SEQLEN, SEQLEN), -torch.inf, dtype=q.dtype), 1)
     return ((q @ k.mT + bias) * SCALE).softmax(-1) @ v
@@ -256,6 +268,9 @@ CASES = (
     Case("summed_fills", summed_fills, extra=_pad),
     Case("summed_fills_in_range", summed_fills_in_range, extra=_pad),
     Case("scalar_tensor_fill", scalar_tensor_fill, extra=_pad),
+    Case("bfloat16_positions", bfloat16_positions),
+    Case("wrapping_mask", wrapping_mask, program(keep="~aux0[b, kv_idx]"), "bool[2]",
+         extra=lambda: (padding().to(torch.uint8),)),
     Case("clamped_sum", clamped_sum, program(keep=_BOTH, empty_row="mean"), "bool[2]", extra=_pad),
     Case("fp32_minimum_narrowed", fp32_minimum_narrowed, _CAUSAL_MEAN, **_HALF),
     Case("narrowed_to_inf", narrowed_to_inf, _CAUSAL_INF, **_HALF),
