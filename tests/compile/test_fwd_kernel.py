@@ -54,6 +54,7 @@ def test_machine_code(name, d, per_score, tmp_path: Path):
     if per_score is not None:
         # each thread of a warpgroup holds tile_n / 2 scores of a tile
         assert loops[0].total() / 64 <= per_score, loops[0].most_common()
+        assert loops[0]["R2UR"] <= 4, "the ring index left the uniform registers"
         assert loops[0]["FMNMX"] == 0, "full tiles need no running maximum"
 
 

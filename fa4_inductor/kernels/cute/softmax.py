@@ -153,12 +153,13 @@ class Softmax(TraceObject):
     def mask_edge(self, scores: cute.Tensor, kv_first: Int32, tile_end: Int32, seqlen_k: Int32):
         """-inf for the columns at and behind seqlen_k; a branch, since few tiles have any."""
         if tile_end > seqlen_k:
-            self._drop_from(scores, seqlen_k - kv_first)
+            self._drop_from(scores, kv_first, seqlen_k)
 
-    def _drop_from(self, scores: cute.Tensor, limit: Int32) -> None:
+    def _drop_from(self, scores: cute.Tensor, kv_first: Int32, seqlen_k: Int32) -> None:
+        # comparing a constant with seqlen_k - kv_first instead makes ptxas take the whole tile for divergent code
         s = fragment.flat(scores)
         for i in range(cute.size(s)):
-            s[i] = ops.select(limit > fragment.column_of(i), s[i], -Float32.inf)
+            s[i] = ops.select(kv_first + fragment.column_of(i) < seqlen_k, s[i], -Float32.inf)
 
     def shift(self, scores: cute.Tensor) -> Boolean:
         """Move row_max to cover these scores; returns whether O has to be multiplied by `factor` (warp-uniform)."""
