@@ -128,9 +128,11 @@ def check_escape(piece: Slice, shadow: Shadow, scores: fx.Node, site: fx.Node, f
             above.add(node)
     interior = {piece.nodes[p] for p, value in shadow.value.items() if value in above and piece.nodes[p] is not site}
     interior |= _multi_output(piece, interior)
+    # expand_as, zeros_like: in the slice, but nothing of the scores is in their value.
+    shape_only = {piece.nodes[p] for p, value in shadow.value.items() if value not in above} - piece.leaves
     for node in interior:
         for user in node.users:
-            if user is site or user in interior or user not in facts.live:
+            if user is site or user in interior or user in shape_only or user not in facts.live:
                 continue
             if isinstance(example(user), int | float | bool | torch.SymInt | torch.Size) or _is_metadata(user):
                 continue

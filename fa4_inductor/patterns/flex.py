@@ -15,6 +15,7 @@ from fa4_inductor.capture.fx_view import example, shape_exprs
 from fa4_inductor.capture.shadow import Shadow, trace
 from fa4_inductor.capture.slice import GraphIndex, Slice, backward_slice
 from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.normalize import normalize
 from fa4_inductor.patterns import masks
 from fa4_inductor.patterns.elements import AuxTensor, Elements
 from fa4_inductor.patterns.operands import BoundOperand, bind
@@ -115,7 +116,7 @@ class FlexSite:
         placeholders = [n for n in nodes if n.op == "placeholder"]
         (root,) = [r for r in _flat(mod.graph.output_node().args[0]) if isinstance(r, fx.Node)]
         leaves = frozenset(n for n in nodes if n.op in ("placeholder", "get_attr"))
-        shadow = trace(Slice(nodes, leaves, (root,)))
+        shadow = normalize(trace(Slice(nodes, leaves, (root,))))
         position = {n: i for i, n in enumerate(nodes)}
         inputs = dict(zip(placeholders[len(values) :], buffers))
         given = {shadow.value[position[p]]: e for p, e in zip(placeholders, values)}
@@ -136,7 +137,7 @@ def _is_one_block(counts: fx.Node, blocks: fx.Node, graph: GraphIndex) -> bool:
     """kv_num_blocks = [[[1]]] and kv_indices = [[[[0]]]], as graph constants."""
     last = max(counts, blocks, key=graph.order.__getitem__)
     piece = backward_slice([counts, blocks], last, graph)
-    shadow = trace(piece)
+    shadow = normalize(trace(piece))
     one = sympy.Integer(1)
     ev = Elements(shadow, Space(one, one, one, one), lambda node: None)
     values = []

@@ -17,6 +17,7 @@ from fa4_inductor.capture.fx_view import location, target_name
 from fa4_inductor.capture.shadow import Shadow, trace
 from fa4_inductor.capture.slice import Slice, backward_slice, has_softmax_above
 from fa4_inductor.errors import Declined, DeclineReason, DeclineSite
+from fa4_inductor.normalize import normalize
 from fa4_inductor.patterns.binding import GraphFacts, bind_match, check_escape
 from fa4_inductor.patterns.flex import FlexCall, FlexSite, output_of
 from fa4_inductor.patterns.match import AttentionMatch, Site
@@ -37,7 +38,7 @@ class _Search:
 
     def shadow(self, piece: Slice, key: Hashable) -> Shadow:
         if key not in self.shadows:
-            self.shadows[key] = trace(piece)
+            self.shadows[key] = normalize(trace(piece))
         return self.shadows[key]
 
     def once(self, key: Hashable, analyse: Callable[[], Found | None]) -> Found | None:

@@ -137,6 +137,13 @@ def wrapping_mask(q, k, v, mask):
     return scores_of(q, k).masked_fill(((mask - 1) > 3)[:, None, None], -torch.inf).softmax(-1) @ v
 
 
+def expanded_as_scores(q, k, v, mask):
+    """The mask takes its shape from the scores, which is no use of them."""
+    scores = scores_of(q, k)
+    scores = scores + torch.zeros_like(scores)
+    return scores.masked_fill((mask == 0)[:, None, None].expand_as(scores), -torch.inf).softmax(-1) @ v
+
+
 def mask_then_scale(q, k, v):
     bias = torch.triu(torch.full((SEQLEN, SEQLEN), -torch.inf, dtype=q.dtype), 1)
     return ((q @ k.mT + bias) * SCALE).softmax(-1) @ v
@@ -271,6 +278,8 @@ CASES = (
     Case("bfloat16_positions", bfloat16_positions),
     Case("wrapping_mask", wrapping_mask, program(keep="~aux0[b, kv_idx]"), "bool[2]",
          extra=lambda: (padding().to(torch.uint8),)),
+    Case("expanded_as_scores", expanded_as_scores, program(keep="~aux0[b, kv_idx]"), "bool[2]",
+         extra=lambda: (padding().int(),)),
     Case("clamped_sum", clamped_sum, program(keep=_BOTH, empty_row="mean"), "bool[2]", extra=_pad),
     Case("fp32_minimum_narrowed", fp32_minimum_narrowed, _CAUSAL_MEAN, **_HALF),
     Case("narrowed_to_inf", narrowed_to_inf, _CAUSAL_INF, **_HALF),
