@@ -132,7 +132,7 @@ class Child:
                 self._process.wait()
         if self.rounds:
             self.row["ms"] = round(statistics.median(r["ms"] for r in self.rounds), 2)
-            self.row["peak_gib"] = round(max(r["peak_gib"] for r in self.rounds), 2)
+            self.row["peak_gib"] = round(max(r["peak_gib"] for r in self.rounds), 3)
         return self.row
 
     def _read(self) -> None:
