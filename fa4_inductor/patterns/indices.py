@@ -110,6 +110,10 @@ class Ranges:
             return whole
         if isinstance(rest, FloorDiv):
             return whole + self.div(rest.args[0], rest.args[1] * n)
+        factored = self._factored(rest, n)
+        if factored is not None:
+            x, m, _, _ = factored
+            return whole + self.div(x, m)
         return whole + FloorDiv(rest, n)
 
     def rem(self, e: sympy.Expr, n: sympy.Expr) -> sympy.Expr:
@@ -123,7 +127,26 @@ class Ranges:
             return rest
         if isinstance(rest, Rem) and exact_quotient(rest.args[1], n) is not None:
             return self.rem(rest.args[0], n)
+        factored = self._factored(rest, n)
+        if factored is not None:
+            x, m, g, low = factored
+            return sympy.expand(g * self.rem(x, m) + low)
         return Rem(rest, n)
+
+    def _factored(self, e: sympy.Expr, n: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr, sympy.Expr] | None:
+        """(x, m, g, r) with e = g*x + r, n = g*m and 0 <= r < g: then e // n = x // m and e % n = g*(x % m) + r."""
+        terms = sympy.Add.make_args(e)
+        if len(terms) < 2:
+            return None
+        for term in terms:
+            g = sympy.Mul(*(f for f in sympy.Mul.make_args(term) if f not in self.sizes))
+            m = None if g == 1 else exact_quotient(n, g)
+            if m is None:
+                continue
+            x, low = self._split(e, g)
+            if x != 0 and self.in_range(low, g):
+                return x, m, g, low
+        return None
 
     def _split(self, e: sympy.Expr, n: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
         """e = n * whole + rest, moving to `whole` the terms that n divides."""

@@ -19,7 +19,7 @@ from torch import fx
 from fa4_inductor.capture.fx_view import shape_exprs
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.patterns.elements import MUTATED, Elements, Source
-from fa4_inductor.patterns.indices import FloorDiv, Index
+from fa4_inductor.patterns.indices import FloorDiv, Index, Ranges, Rem
 from fa4_inductor.patterns.rules_views import COPIES, VIEW_RULES, broadcast
 from fa4_inductor.spec import expr as E
 
@@ -179,35 +179,53 @@ def _view_of(
         Role(feature, space.ranges.sizes[feature], False),
     ]
     shape = shape_exprs(stop.node.meta["val"])
+    split = _split_roles(stop.index, shape, roles)
     steps: list[tuple[Any, ...]] = []
-    order: list[int] = []
+    order: list[int] = []  # the role of each dimension so far; a split role appears several times in a row
     for dim in range(len(shape) - 1, -1, -1):
-        taken = _match_dim(space.ranges.sizes, stop.index[dim], shape[dim], roles, order)
+        if dim in split:
+            order.insert(0, split[dim])
+            continue
+        taken = _match_dim(stop.index[dim], shape[dim], roles, {*order, *split.values()})
         if taken is None:
             return None
         pieces, found = taken
         steps.extend((name, dim, *rest) for name, *rest in pieces)
         order[:0] = found
     missing = [i for i in range(4) if i not in order]
-    if any(roles[i].size != 1 and not roles[i].optional for i in missing):
-        if missing != [0] or key:
-            return None
-        steps_tail: list[tuple[Any, ...]] = [("expand", (space.batch, -1, -1, -1))]
-    else:
-        steps_tail = []
-    sizes = [sympy.Integer(1) if i in missing else roles[i].size for i in range(4)]
-    arranged = sorted(range(len(order)), key=lambda p: order[p])
+    expands = any(roles[i].size != 1 and not roles[i].optional for i in missing)
+    if expands and (missing != [0] or key):
+        return None
+    arranged = sorted(range(len(order)), key=lambda p: order[p])  # stable: parts of a role stay in their order
     if arranged != list(range(len(order))):
         steps.append(("permute", tuple(arranged)))
+    if split:
+        steps.append(("reshape", tuple(roles[i].size for i in range(4) if i not in missing)))
     steps.extend(("unsqueeze", i) for i in missing)
-    return tuple(steps + steps_tail), sizes[1]
+    if expands:
+        steps.append(("expand", (space.batch, -1, -1, -1)))
+    return tuple(steps), sympy.Integer(1) if 1 in missing else heads
+
+
+def _split_roles(index: Index, shape: tuple[sympy.Expr, ...], roles: list[Role]) -> dict[int, int]:
+    """Dimensions that one role is cut into, leading part first: (b // n, b % n) is b."""
+    parts = [d for d, e in enumerate(index) if isinstance(e, FloorDiv | Rem)]
+    found: dict[int, int] = {}
+    for i, role in enumerate(roles):
+        mine = [d for d in parts if index[d].free_symbols == role.subscript.free_symbols and role.subscript.is_Symbol]
+        if len(mine) > 1 and sympy.expand(sympy.Mul(*(shape[d] for d in mine)) - role.size) == 0:
+            whole = Ranges({role.subscript: role.size}).unmerge(role.subscript, [shape[d] for d in mine])
+            if whole == tuple(index[d] for d in mine):
+                found |= dict.fromkeys(mine, i)
+    return found
 
 
 def _head_of(ev: Elements, index: Index) -> tuple[sympy.Expr, sympy.Expr]:
     """Which head of k or v query head h reads: h, or h // group."""
     space = ev.space
     groups = [a for e in index for a in e.atoms(FloorDiv) if a.args[0] == space.h]
-    for group in groups:
+    whole = any(space.h in e.subs(dict.fromkeys(groups, 0)).free_symbols for e in index)
+    for group in [] if whole else groups:
         quotient = sympy.cancel(space.heads / group.args[1])
         return group, quotient
     if any(space.h in e.free_symbols for e in index):
@@ -216,7 +234,7 @@ def _head_of(ev: Elements, index: Index) -> tuple[sympy.Expr, sympy.Expr]:
 
 
 def _match_dim(
-    sizes: dict[sympy.Symbol, sympy.Expr], e: sympy.Expr, size: sympy.Expr, roles: list[Role], used: list[int]
+    e: sympy.Expr, size: sympy.Expr, roles: list[Role], used: set[int]
 ) -> tuple[list[tuple[Any, ...]], list[int]] | None:
     """How one dimension is cut into roles: (steps without their dim, roles in order), or None."""
     if e.is_Integer:

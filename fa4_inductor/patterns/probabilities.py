@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import sympy
@@ -83,15 +84,31 @@ def _of_softmax(ev: Elements, node: fx.Node, index: tuple[sympy.Expr, ...]) -> D
 
 
 def _hand_written(ev: Elements, p: E.Expr) -> Distribution | None:
-    """exp(y) / sum(exp(y)) and exp(y - logsumexp(y)) in its expanded form."""
+    """exp(y) / sum(exp(y)), exp(y) / (c + sum(exp(y))), and exp(y - logsumexp(y)) in its expanded form."""
     if p.op == "div" and p.args[0].op == "exp":
-        total = ev.atom_of(p.args[1])
-        if total is not None and total.kind == "sum" and total.body is p.args[0]:
-            return Distribution(p.args[0].args[0], None, total.node.meta["val"].dtype)
+        for total, extra in _as_sum(p.args[1]):
+            atom = ev.atom_of(total)
+            if atom is not None and atom.kind == "sum" and atom.body is p.args[0]:
+                sink = None if extra is None else _logit_of(extra)
+                if extra is None or sink is not None:
+                    return Distribution(p.args[0].args[0], sink, atom.node.meta["val"].dtype)
     if p.op == "exp" and p.args[0].op == "sub" and (found := _log_sum_exp(ev, p.args[0])) is not None:
         y, dtype = found
         return Distribution(y, None, dtype)
     return None
+
+
+def _as_sum(e: E.Expr) -> list[tuple[E.Expr, E.Expr | None]]:
+    return [(e, None)] if e.op != "add" else [(e.args[0], e.args[1]), (e.args[1], e.args[0])]
+
+
+def _logit_of(e: E.Expr) -> E.Expr | None:
+    """z with exp(z) = e, for a term of the normaliser that does not depend on the key."""
+    if {"kv_idx", "score"} & e.free:
+        return None
+    if e.op == "exp":
+        return e.args[0]
+    return E.const(math.log(e.value)) if e.is_const and e.value > 0 else None
 
 
 def _log_sum_exp(ev: Elements, e: E.Expr) -> tuple[E.Expr, torch.dtype] | None:
@@ -126,6 +143,8 @@ def _without_row_constants(ev: Elements, found: Distribution) -> Distribution:
 
 def _drop(ev: Elements, e: E.Expr) -> tuple[E.Expr, tuple[E.Expr, ...]]:
     dropped: list[E.Expr] = []
+    if e.op == "neg":
+        e = 0.0 - e.args[0]
     while e.op == "sub" and (atom := ev.atom_of(e.args[1])) is not None and atom.kind == "max":
         if "kv_idx" in e.args[1].free:
             break

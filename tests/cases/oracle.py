@@ -22,16 +22,20 @@ from fa4_inductor.spec.interpret import Env, evaluate, grid
 def attention(
     spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, aux: list[torch.Tensor], sizes: list[int]
 ) -> torch.Tensor:
-    """(B, Hq, Sq, Dv) in float64, from the definition in docs/architecture.md."""
+    """(B, Hq, Sq, Dv) in float64, from the definition in docs/architecture.md.
+
+    Logits are float32 for inputs of at most that width: a bias of -1e10 absorbs the score there, as it does in eager.
+    """
+    compute = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (t.double() for t in (q, k, v))
     batch, heads, seqlen_q, _ = q.shape
     group = heads // k.shape[1]
     k, v = (t.expand(batch, -1, -1, -1).repeat_interleave(group, dim=1) for t in (k, v))
     names = grid(batch, heads, seqlen_q, k.shape[2], q.device)
     names |= {f"size{i}": n for i, n in enumerate(sizes)}
-    names["score"] = spec.softmax_scale * (q @ k.transpose(-1, -2))
+    names["score"] = (spec.softmax_scale * (q @ k.transpose(-1, -2))).to(compute)
     full = names["score"].shape
-    aux = [a.double() if a.is_floating_point() else a for a in aux]
+    aux = [a.to(compute) if a.is_floating_point() else a for a in aux]
     env = Env(names, aux)
 
     def tensor(e: Any, shape: Any) -> torch.Tensor:

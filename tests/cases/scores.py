@@ -65,6 +65,18 @@ def leading_zero_sink(q, k, v):
     return scores.softmax(-1)[..., 1:] @ v
 
 
+def softmax_plus_one(q, k, v):
+    e = scores_of(q, k).exp()
+    return (e / (1 + e.sum(-1, keepdim=True))) @ v
+
+
+def stable_softmax_plus_one(q, k, v):
+    scores = scores_of(q, k)
+    top = scores.amax(-1, keepdim=True)
+    e = (scores - top).exp()
+    return (e / (torch.exp(-top) + e.sum(-1, keepdim=True))) @ v
+
+
 def dense_contraction_bias(q, k, v, embedding):
     """A second contraction in the logits is data to this site."""
     relative = torch.einsum("bhqd,qkd->bhqk", q, embedding)
@@ -93,6 +105,8 @@ CASES = (
     Case("sink_column", sink_column, program(keep=CAUSAL, sink="aux0[h]", empty_row="zero"), "float64[1]",
          extra=_SLOPES),
     Case("leading_zero_sink", leading_zero_sink, program(sink="0.0", empty_row="zero")),
+    Case("softmax_plus_one", softmax_plus_one, program(sink="0.0", empty_row="zero")),
+    Case("stable_softmax_plus_one", stable_softmax_plus_one, program(sink="0.0", empty_row="zero")),
     Case("dense_contraction_bias", dense_contraction_bias, program("score + aux0[b, h, q_idx, kv_idx]"), "float64[4]",
          extra=lambda: (torch.randn(SEQLEN, SEQLEN, HEAD_DIM, dtype=torch.float64),)),
     Case("temperature_per_row", temperature_per_row, program("score * aux0[b, q_idx]"), "float64[2]",

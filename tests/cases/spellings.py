@@ -167,6 +167,18 @@ def five_dimensional(q, k, v):
     return torch.softmax(q @ k.mT * SCALE, -1) @ v
 
 
+def grouped_einsum(q, k, v):
+    q = q.view(BATCH, KV_HEADS, HEADS // KV_HEADS, SEQLEN, HEAD_DIM)
+    p = (torch.einsum("bhgqd,bhkd->bhgqk", q, k) * SCALE).softmax(-1)
+    return torch.einsum("bhgqk,bhkd->bhgqd", p, v)
+
+
+def six_dimensional(q, k, v):
+    """Two batch-like dimensions and two head-like ones, none of them a view of the input."""
+    q, k, v = (t.reshape(BATCH, 1, 2, 2, SEQLEN, HEAD_DIM).expand(-1, 3, -1, -1, -1, -1).sin() for t in (q, k, v))
+    return torch.softmax(q @ k.mT * SCALE, -1) @ v
+
+
 def in_place(q, k, v):
     scores = q @ k.mT
     scores *= SCALE
@@ -214,6 +226,8 @@ CASES = (
     Case("repeated_kv", repeated_kv, _FULL, kv_heads=KV_HEADS),
     Case("interleaved_kv", interleaved_kv, _FULL, kv_heads=KV_HEADS),
     Case("multi_query", multi_query, _FULL, kv_heads=1),
+    Case("grouped_einsum", grouped_einsum, _FULL, kv_heads=KV_HEADS),
+    Case("six_dimensional", six_dimensional, _FULL),
     Case("cross", cross, _FULL, seqlen_k=40),
     Case("in_place", in_place, program("score + 0.5")),
     Case("sdpa", sdpa, _SDPA),
