@@ -13,6 +13,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# CuTe-DSL decides once per process, when it is imported, what it compiles for; without a GPU it takes its own default.
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:

@@ -120,4 +120,5 @@ def test_wrong_usage_exits_2() -> None:
 
 def test_sys_path_reaches_the_probe() -> None:
     found, _ = collect_env._probe("import json, sys; print(json.dumps(sys.path))")
-    assert {p for p in sys.path if p and os.path.isdir(p)} <= set(found or [])
+    here = {os.path.realpath(p) for p in sys.path if p and os.path.isdir(p)}
+    assert here <= {os.path.realpath(p) for p in found or []}
