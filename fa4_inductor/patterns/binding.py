@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,8 @@ from fa4_inductor.patterns.elements import AuxTensor, Source
 from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep
 from fa4_inductor.patterns.operands import BoundOperand, Steps
 from fa4_inductor.patterns.product import Found
-from fa4_inductor.spec import verify
+from fa4_inductor.spec import AttentionSpec, verify
+from fa4_inductor.spec.expr import walk
 from fa4_inductor.spec.simplify import drop_unused_aux, simplify_spec
 
 
@@ -53,10 +55,11 @@ def bind_match(found: Found, facts: GraphFacts, site: fx.Node, piece: Slice) -> 
 
     Raises:
         DeclineSite: UNSUPPORTED_SHAPE when a run-time size has no node, UNSUPPORTED_DTYPE for operands without a
-            common floating dtype.
+            common floating dtype or constants beyond float32.
     """
     spec, kept = drop_unused_aux(simplify_spec(found.spec))
     verify(spec)
+    _check_constants(spec)
     out_dtype = example(site).dtype
     dtype = _common_dtype(found)
     q, k, v = (_operand(o, dtype, facts, site, piece) for o in (found.q, found.k, found.v))
@@ -71,6 +74,14 @@ def bind_match(found: Found, facts: GraphFacts, site: fx.Node, piece: Slice) -> 
     aux = tuple(_aux(found.aux[slot], facts, site, piece) for slot in kept)
     view = _steps(found.output_view, facts, site)
     return AttentionMatch(spec, q, k, v, aux, tuple(sizes), site, view, out_dtype, location(site))
+
+
+def _check_constants(spec: AttentionSpec) -> None:
+    """Programs are evaluated in float32 and in units of log 2: a larger constant would become infinite there."""
+    largest = torch.finfo(torch.float32).max / math.log2(math.e)
+    for node in walk(spec.score, spec.keep, *([spec.sink] if spec.sink is not None else [])):
+        if node.is_const and math.isfinite(node.value) and abs(node.value) > largest:
+            raise DeclineSite(DeclineReason.UNSUPPORTED_DTYPE, f"the constant {node.value} is beyond float32")
 
 
 def _common_dtype(found: Found) -> torch.dtype:

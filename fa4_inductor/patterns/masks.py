@@ -86,6 +86,8 @@ def split(logits: E.Expr, *, dtypes: tuple[torch.dtype, ...], fills_are_zero: bo
         return Logits(peeled.value, finite[0].keep, EmptyRow.MEAN)
     if not infinite and not peeled.summed and len({m.fill for m in finite}) == 1:
         return Logits(peeled.value, E.conjunction([m.keep for m in finite]), EmptyRow.MEAN)
+    if len({m.fill for m in finite}) > 1:
+        return Logits(logits, E.TRUE, unkept)  # the higher fill wins in rows of fills only: leave it to the expression
     # Finite fills stay in the score: a row of them is uniform over just those columns that are not -inf.
     value = E.call("where", peeled.clear, peeled.value, LEVEL)
     return Logits(value, peeled.alive, unkept)

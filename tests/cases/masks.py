@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from fa4_inductor.errors import DeclineReason
 from tests.cases.case import BATCH, CAUSAL, HEAD_DIM, HEADS, SEQLEN, Case, lower_triangle, padding, program
 
 SCALE = HEAD_DIM**-0.5
@@ -107,6 +108,12 @@ def summed_fills_in_range(q, k, v, mask):
     causal = torch.where(arange()[None] <= arange()[:, None], 0.0, MIN).to(q.dtype)
     pad = torch.where(mask[:, None, None], 0.0, MIN).to(q.dtype)
     return (scores_of(q, k) + causal + pad).softmax(-1) @ v
+
+
+def unequal_fills(q, k, v, mask):
+    """In a row that keeps nothing the higher fill wins."""
+    scores = torch.where(arange()[None] <= arange()[:, None], scores_of(q, k), -1e38)
+    return torch.where(mask[:, None, None], scores, -1e37).softmax(-1) @ v
 
 
 def clamped_sum(q, k, v, mask):
@@ -273,7 +280,8 @@ CASES = (
     Case("small_fill", small_fill, program("where(aux0[b, kv_idx], score, -10000.0)"), "bool[2]", extra=_pad),
     Case("nested_fills", nested_fills, program(keep=_BOTH, empty_row="mean"), "bool[2]", extra=_pad),
     Case("summed_fills", summed_fills, extra=_pad),
-    Case("summed_fills_in_range", summed_fills_in_range, extra=_pad),
+    Case("summed_fills_in_range", summed_fills_in_range, decline=DeclineReason.UNSUPPORTED_DTYPE, extra=_pad),
+    Case("unequal_fills", unequal_fills, extra=_pad),
     Case("scalar_tensor_fill", scalar_tensor_fill, extra=_pad),
     Case("bfloat16_positions", bfloat16_positions),
     Case("wrapping_mask", wrapping_mask, program(keep="~aux0[b, kv_idx]"), "bool[2]",

@@ -175,6 +175,13 @@ def mismatched_heads(q, k, v):
     return scores_of(q, k[:, [1, 0, 3, 2]]).softmax(-1) @ v
 
 
+def constants_beyond_float32(q, k, v, mask):
+    """Two float64 masks that add up to a third level stay in the score, where float32 cannot hold them."""
+    pad = torch.where(mask[:, None, None], 0.0, torch.full((), -1e300, dtype=q.dtype))
+    causal = torch.where(torch.arange(SEQLEN)[None] <= torch.arange(SEQLEN)[:, None], 0.0, -1e38).to(q.dtype)
+    return (scores_of(q, k) + pad + causal).softmax(-1) @ v
+
+
 def _w():
     return (torch.rand(SEQLEN, SEQLEN, dtype=torch.float64),)
 
@@ -204,6 +211,8 @@ CASES = (
     Case("query_written_between", query_written_between, decline=R.MUTATION),
     Case("mask_written_between", mask_written_between, decline=R.MUTATION, extra=lambda: (~padding(),)),
     Case("inverted_mask_written_between", inverted_mask_written_between, extra=lambda: (padding(),)),
+    Case("constants_beyond_float32", constants_beyond_float32, decline=R.UNSUPPORTED_DTYPE,
+         extra=lambda: (padding(),)),
     Case("mask_written_before", mask_written_before, extra=lambda: (padding(),)),
     Case("query_written_after", query_written_after, program()),
     Case("key_not_transposed", key_not_transposed),
