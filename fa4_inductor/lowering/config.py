@@ -12,7 +12,7 @@ class KernelConfig:
     """Static shape of the sm_90a forward kernel.
 
     Attributes:
-        num_consumers: consumer warpgroups (1-4), each owning 64 query rows.
+        num_consumers: consumer warpgroups (1-3), each owning 64 query rows.
         tile_n: keys per tile; a multiple of 16, at most 256.
         num_stages: K tiles (and V tiles) held in shared memory.
         order_warpgroups: let the consumer warpgroups take turns issuing wgmma, so that one runs its softmax while
@@ -30,8 +30,8 @@ class KernelConfig:
     optimistic_max: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_consumers not in (1, 2, 3, 4):
-            raise ValueError(f"num_consumers must be 1 to 4, not {self.num_consumers}")
+        if self.num_consumers not in (1, 2, 3):
+            raise ValueError(f"num_consumers must be 1, 2 or 3, not {self.num_consumers}")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise ValueError(f"tile_n must be a multiple of 16 in [16, 256], not {self.tile_n}")
         if self.num_stages < 1:

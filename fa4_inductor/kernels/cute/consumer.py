@@ -15,7 +15,7 @@ from fa4_inductor.kernels.cute.softmax import Softmax
 from fa4_inductor.kernels.cute.static import TraceObject
 from fa4_inductor.kernels.cute.tiles import key_tiles
 
-_ORDER_BARRIER = 1  # named barriers 1..4: whose turn it is to issue wgmma
+_ORDER_BARRIER = 1  # named barriers 1..3: whose turn it is to issue wgmma
 _WARPGROUP = 128
 
 
@@ -156,11 +156,11 @@ class Consumer(TraceObject):
     @cute.jit
     def tile(self, at: cutlass.Constexpr, keys: cutlass.Constexpr, index: Int32, phase: Int32):
         """All key tiles of one query tile; leaves the unnormalised O in registers. Returns the ring state."""
-        self.first(at, keys.first(), index, phase)
+        self.first(at, keys.tile(Int32(0)), index, phase)
         for j in cutlass.range(1, keys.num_masked, unroll=1):
-            index, phase = self.step(at, keys.masked(j), index, phase, True)
+            index, phase = self.step(at, keys.tile(j), index, phase, True)
         for j in cutlass.range(keys.num_masked, keys.count, unroll=1):
-            index, phase = self.step(at, keys.full(j), index, phase, False)
+            index, phase = self.step(at, keys.tile(j), index, phase, False)
         index, phase = self.last(index, phase)
         return index, phase
 

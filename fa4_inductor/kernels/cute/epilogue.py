@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from fa4_inductor.kernels.cute import fragment, ops
 from fa4_inductor.kernels.cute.static import TraceObject
 
-_STORE_BARRIER = 5  # named barriers 5..8: the output slab of one warpgroup
+_STORE_BARRIER = 4  # named barriers 4..6: the output slab of one warpgroup
 _WARPGROUP = 128
 
 

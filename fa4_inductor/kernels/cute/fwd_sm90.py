@@ -1,4 +1,4 @@
-"""FwdSm90: the sm_90a forward attention kernel (one producer warp with TMA, 1-4 consumer warpgroups with wgmma).
+"""FwdSm90: the sm_90a forward attention kernel (one producer warp with TMA, 1-3 consumer warpgroups with wgmma).
 
 Algorithm: FlashAttention-3 (arXiv 2407.08608) with the conditional rescale of FlashAttention-4 (arXiv 2603.05451),
 score and keep programs inlined into the softmax, and key tiles classed into empty (never loaded), masked and full.
@@ -23,12 +23,7 @@ from fa4_inductor.kernels.cute.redo import MAX_ROUNDS, REDO_WORDS, RedoList
 from fa4_inductor.kernels.cute.static import TraceObject
 from fa4_inductor.kernels.cute.tiles import TileOrder
 
-_REGISTERS = {
-    1: (240, 24),
-    2: (240, 24),
-    3: (160, 32),
-    4: (120, 24),
-}  # consumer, producer; by number of consumer warpgroups
+_REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}  # consumer, producer; by number of consumer warpgroups
 _L2_BYTES_FOR_KV = 24 << 20  # K and V of one section of heads should stay in L2 (50 MB on H100 and H200)
 _SMEM_BYTES = 227 << 10
 
@@ -201,7 +196,10 @@ class FwdSm90:
             softmax_scale,
             aux,
             sizes,
-            TileOrder.plan(num_m, num_heads, num_bh, section, grid),
+            num_m,
+            num_heads,
+            num_bh,
+            section,
             seqlen_q,
             seqlen_k,
         ).launch(grid=[grid, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
@@ -222,7 +220,10 @@ class FwdSm90:
         softmax_scale: Float32,
         aux,
         sizes,
-        plan,
+        num_m: Int32,
+        num_heads: Int32,
+        num_bh: Int32,
+        section: Int32,
         seqlen_q: Int32,
         seqlen_k: Int32,
     ):
@@ -245,7 +246,7 @@ class FwdSm90:
         ctx = ProgramContext(aux, sizes, seqlen_q, seqlen_k, softmax_scale)
         cta, _, _ = cute.arch.block_idx()
         width, _, _ = cute.arch.grid_dim()
-        order = TileOrder(plan, cta, width)
+        order = TileOrder(num_m, num_heads, num_bh, section, cta, width)
         consumer_registers, producer_registers = _REGISTERS[config.num_consumers]
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)

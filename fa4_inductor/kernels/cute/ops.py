@@ -110,11 +110,6 @@ def clamp(x: Int32, low: Int32, high: Int32) -> Int32:
     return imax(imin(x, high), low)
 
 
-def warp_uniform(x: Int32) -> Int32:
-    """x, known to be equal in all lanes, moved to a uniform register (one REDUX; make_warp_uniform is only a hint)."""
-    return cute.arch.warp_redux_sync(x, "min")
-
-
 @dsl_user_op
 def pack_half2(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Int32:
     """Two fp32 rounded to bf16 or fp16 (nearest even) and packed into 32 bits by one instruction."""

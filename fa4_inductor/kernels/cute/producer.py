@@ -69,7 +69,7 @@ def load_keys(
 ):
     """K of tile j ahead of V of tile j - 1, the order the consumers use them in. Returns the new ring state."""
     _acquire(bars.k_full + index, bars.k_empty + index, phase, fwd.k_bytes)
-    load_k(keys.first(), index, bars.k_full + index)
+    load_k(keys.tile(Int32(0)), index, bars.k_full + index)
     for j in cutlass.range(1, keys.count, unroll=1):
         v_index, v_phase = index, phase
         index, phase = advance(index, phase, fwd.config.num_stages)

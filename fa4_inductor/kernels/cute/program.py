@@ -45,7 +45,6 @@ class Program(TraceObject):
         self.has_sink: bool = module.HAS_SINK
         self.empty_row: str = module.EMPTY_ROW
         self.may_be_empty: bool = module.MAY_BE_EMPTY
-        self.bound_log2: float | None = module.BOUND_LOG2
         self.raw_score: bool = getattr(module, "RAW_SCORE", False)
 
     @property

@@ -39,11 +39,10 @@ class RedoList(TraceObject):
     def wait(self) -> Boolean:
         """Whether any tile has to run again, once all consumer warps have arrived."""
         cute.arch.mbarrier_wait(self.bar, 0)
-        return cute.arch.vote_any_sync(self.words[_ANY] != 0)
+        return self.words[_ANY] != 0
 
     def marked(self, round_: Int32) -> Boolean:
-        """Whether the tile of this round has to run again; by vote, so that the compiler knows it to be warp-uniform."""
-        return cute.arch.vote_any_sync(((self.words[round_ // 32] >> (round_ % 32)) & 1) != 0)
+        return ((self.words[round_ // 32] >> (round_ % 32)) & 1) != 0
 
     @cute.jit
     def mark(self, round_: Int32, failed: Boolean, lane: Int32):

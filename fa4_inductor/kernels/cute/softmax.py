@@ -156,7 +156,8 @@ class Softmax(TraceObject):
             self._drop_from(scores, kv_first, seqlen_k)
 
     def _drop_from(self, scores: cute.Tensor, kv_first: Int32, seqlen_k: Int32) -> None:
-        # comparing a constant with seqlen_k - kv_first instead makes ptxas take the whole tile for divergent code
+        # in the form `column < seqlen_k - kv_first` ptxas takes the tile for divergent code and moves the wgmma
+        # descriptors to vector registers, at one more instruction per score
         s = fragment.flat(scores)
         for i in range(cute.size(s)):
             s[i] = ops.select(kv_first + fragment.column_of(i) < seqlen_k, s[i], -Float32.inf)

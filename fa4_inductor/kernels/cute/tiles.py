@@ -4,7 +4,6 @@ Everything here is scalar Int32 arithmetic that the producer warp and the consum
 agree.
 """
 
-import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from fa4_inductor.kernels.cute import ops
@@ -22,33 +21,21 @@ class TileOrder(TraceObject):
 
     (b, h) are cut into sections whose K and V fit in L2 together; a section is finished before the next one starts.
 
-    Every field is a kernel parameter, read from the constant bank where it is used: as values computed in the kernel they
-    would take uniform registers away from the main loop.
-
-    Attributes:
+    Args:
         num_m: query tiles per (b, h). num_heads: of q. num_bh: batch * num_heads. section: (b, h) per section.
-        num_pairs: per (b, h). even_rounds: rounds that deal out pairs, two per pair. first_single: pairs dealt out so.
-        left: pairs whose tiles are dealt out singly. rounds: in all.
+        cta, width: this CTA and the number of CTAs.
     """
 
-    FIELDS = ("num_m", "num_heads", "num_bh", "section", "num_pairs", "even_rounds", "first_single", "left", "rounds")
-
-    def __init__(self, fields: tuple, cta: Int32, width: Int32):
-        for name, value in zip(self.FIELDS, fields):
-            setattr(self, name, value)
+    def __init__(self, num_m: Int32, num_heads: Int32, num_bh: Int32, section: Int32, cta: Int32, width: Int32):
+        self.num_m, self.num_heads, self.num_bh, self.section = num_m, num_heads, num_bh, section
         self.cta, self.width = cta, width
-
-    @staticmethod
-    def plan(num_m: Int32, num_heads: Int32, num_bh: Int32, section: Int32, width: Int32) -> tuple:
-        """Host side: the fields for `width` CTAs, in the order of FIELDS."""
-        num_pairs = (num_m + 1) // 2
-        pairs = num_pairs * num_bh
+        self.num_pairs = (num_m + 1) // 2
+        pairs = self.num_pairs * num_bh
         pair_rounds = ops.imax(pairs // width - 1, 0)
-        first_single = pair_rounds * width
-        left = pairs - first_single
-        even_rounds = 2 * pair_rounds
-        rounds = even_rounds + (2 * left + width - 1) // width
-        return num_m, num_heads, num_bh, section, num_pairs, even_rounds, first_single, left, rounds
+        self.first_single = pair_rounds * width
+        self.left = pairs - self.first_single
+        self.even_rounds = 2 * pair_rounds
+        self.rounds = self.even_rounds + (2 * self.left + width - 1) // width
 
     def tile(self, round_: Int32) -> tuple[Boolean, Int32, Int32, Int32]:
         """(exists, m_tile, h, b) of one round of this CTA; b and h are in range only if it exists."""
@@ -68,11 +55,7 @@ class TileOrder(TraceObject):
         b = bh // self.num_heads
         long_tile = self.num_m - 1 - rank
         exists = (paired | (position < 2 * self.left)) & ((rank != long_tile) | (is_short == False))  # noqa: E712
-        # integer divisions leave the uniform registers; what branches and loop bounds derive from has to come back, or the
-        # compiler takes the whole tile for divergent code and keeps the wgmma descriptors in vector registers
-        m_tile, h = ops.select(is_short, rank, long_tile), bh - b * self.num_heads
-        exists = cute.arch.vote_any_sync(exists)
-        return exists, ops.warp_uniform(m_tile), ops.warp_uniform(h), ops.warp_uniform(b)
+        return exists, ops.select(is_short, rank, long_tile), bh - b * self.num_heads, b
 
 
 class KeyTiles(TraceObject):
@@ -89,27 +72,18 @@ class KeyTiles(TraceObject):
     def __init__(self, n_lo: Int32, n_hi: Int32, f_lo: Int32, f_hi: Int32):
         self.n_hi = n_hi
         self.f_lo = f_lo
-        self.last_full = f_hi - 1
+        self.f_hi = f_hi
         self.n_right = n_hi - f_hi
         self.edge = self.n_right + (f_lo - n_lo)
         self.count = n_hi - n_lo
         self.num_masked = ops.imax(self.edge, 1)
 
-    def first(self) -> Int32:
-        """Key tile visited first."""
-        return ops.select(self.edge > 0, self.masked(Int32(0)), self.full(Int32(0)))
-
-    def masked(self, j: Int32) -> Int32:
-        """Key tile of the j-th visited tile, for j < edge."""
-        return ops.select(j < self.n_right, self.n_hi - 1 - j, self.f_lo - 1 + self.n_right - j)
-
-    def full(self, j: Int32) -> Int32:
-        """Key tile of the j-th visited tile, for j >= edge."""
-        return self.last_full + self.edge - j
-
     def tile(self, j: Int32) -> Int32:
-        """Key tile of the j-th visited tile."""
-        return ops.select(j < self.edge, self.masked(j), self.full(j))
+        """Key tile number of the j-th visited tile."""
+        left = self.f_lo - 1 + self.n_right - j
+        full = self.f_hi - 1 + self.edge - j
+        masked = ops.select(j < self.n_right, self.n_hi - 1 - j, left)
+        return ops.select(j < self.edge, masked, full)
 
 
 def key_tiles(
