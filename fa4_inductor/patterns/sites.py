@@ -56,7 +56,11 @@ class _Search:
 
 def find_sites(gm: fx.GraphModule) -> list[Site]:
     """Attention sites of one graph (not of its submodules) in graph order. Never raises for a graph it cannot read."""
-    search = _Search(gm, GraphFacts(gm.graph))
+    try:
+        search = _Search(gm, GraphFacts(gm.graph))
+    except Exception as error:
+        log.warning("a graph could not be read; it is left as it is", exc_info=True)
+        return [Declined(DeclineReason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")]
     sites: list[Site] = []
     for node in gm.graph.nodes:
         site = _site_at(search, node)
