@@ -159,6 +159,8 @@ def peer(name: str, case: Case, inputs: Any) -> Callable[[], Any]:
     mask = None
     if causal:
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.seqlen, case.seqlen, device="cuda")
+    # One recompilation per shape; past the default limit flex_attention would silently run uncompiled.
+    torch._dynamo.config.recompile_limit = 128
     flex = torch.compile(flex_attention, dynamic=False)
     return lambda: flex(q, k, v, block_mask=mask, enable_gqa=grouped)
 

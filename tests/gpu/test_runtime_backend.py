@@ -66,10 +66,14 @@ def test_mode_reduce_overhead():
 
 def test_dynamic_lengths_use_one_kernel():
     compiled = torch.compile(padded, backend="fa4", options=STRICT, dynamic=True)
+    built = []
     for length in (200, 77, 513, 1024):
         args = inputs(length)
         close(compiled(*args), args)
-    assert log.counters()["kernel_compiles"] + log.counters()["kernel_cache_hits"] == 1
+        built.append(log.counters()["kernel_compiles"] + log.counters()["kernel_cache_hits"])
+    # None at all where an earlier test of this process left the kernel in memory.
+    assert built[0] <= 1 and built == built[:1] * 4
+    assert log.counters()["fused"] == 1
 
 
 def test_lengths_as_zero_dim_tensors_do_not_recompile():
