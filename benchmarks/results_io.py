@@ -37,12 +37,23 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
+def _command(argv: list[str]) -> str:
+    """The command line without where its results went."""
+    kept, rest = [], iter(argv)
+    for word in rest:
+        if word == "--out":
+            next(rest, None)
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return shlex.join(["python", *kept])
+
+
 def provenance(device: str) -> dict[str, Any]:
     """Everything a reader needs to run it again and to know what the figures hold for."""
     import torch
 
     facts: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": _command(sys.argv),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _git_commit(),
         "python": platform.python_version(),

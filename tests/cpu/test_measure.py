@@ -64,6 +64,11 @@ def test_result_files_name_command_and_versions(tmp_path: Path) -> None:
     assert (tmp_path / "x.json").exists()
 
 
+def test_the_recorded_command_leaves_out_where_results_went() -> None:
+    argv = ["benchmarks/models.py", "--out", "/somewhere", "--device", "cpu", "--out=/else"]
+    assert results_io._command(argv) == "python benchmarks/models.py --device cpu"
+
+
 def test_summary_compares_with_the_best_of_each_kind() -> None:
     def row(backend: str, attn: str, ms: float, gib: float) -> dict:
         return dict(model="llama", backend=backend, attn=attn, ms=ms, peak_gib=gib)
