@@ -108,7 +108,8 @@ def head_counts(core: Core) -> list[sympy.Expr]:
                 break
             for e in index:
                 counts.update(dict.fromkeys(a.args[1] for a in e.atoms(FloorDiv) if a.args[0] == n))
-    if not counts and len(core.output_shape) == 4 and core.output_shape[0] == 1:
+    if len(core.output_shape) == 4 and core.output_shape[0] == 1:
+        # Batch 1: all of it are heads. Groups of k and v alone would suggest to take their heads for the batch.
         counts[core.batch] = None
     ordered = sorted(counts, key=lambda c: (not c.is_Integer, -int(c) if c.is_Integer else 0))
     usable = [c for c in ordered if sympy.cancel(core.batch / c).as_numer_denom()[1] == 1]
