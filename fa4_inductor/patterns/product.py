@@ -129,6 +129,7 @@ class ProductSite:
         self.q: BoundOperand | None = None
         self.k: BoundOperand | None = None
         self.scores: fx.Node | None = None
+        self.scores_at: Index = ()
         self.refusal: DeclineSite | None = None
 
     def _lead(self, node: fx.Node) -> Index:
@@ -176,6 +177,8 @@ class ProductSite:
         """Q @ K^T becomes `score` times the factors of q and k; any other contraction is an opaque tensor."""
         if self.scores not in (None, node):
             return None
+        if self.scores is node and index != self.scores_at:
+            raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "a score takes part in the logits of other positions")
         product = self._product(node, index)
         if product is None or node.target is not aten.baddbmm.default:
             return product
@@ -204,6 +207,7 @@ class ProductSite:
             self.refusal = refusal
             return None
         self.q, self.k, self.scores, self.ev.chosen = q, k, node, node
+        self.scores_at = index
         result = E.score()
         for factor in (*q.factors, *k.factors):
             result = E.call("mul", result, factor)
