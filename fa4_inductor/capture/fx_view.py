@@ -119,7 +119,7 @@ def _asks_for_inplace(node: fx.Node) -> bool:
     if node.op != "call_function" or not any(a is True for a in node.args):
         return False
     try:
-        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
     except (TypeError, ValueError):  # built-in functions of torch have no signature, and no such argument
         return False
     return bound.arguments.get("inplace") is True

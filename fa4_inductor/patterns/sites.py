@@ -115,7 +115,7 @@ def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:
 
     def read() -> Found:
         shadow = search.shadow(piece, key)
-        nodes = {n: shadow.value[position[n]] for n in call.tensors}
+        nodes = {n: _value(shadow, position[n]) for n in call.tensors}
         return SdpaSite(call, shadow, nodes, source_of(shadow, -1)).match()
 
     found = search.once(key, read)
@@ -136,7 +136,7 @@ def _match_product(search: _Search, node: fx.Node) -> AttentionMatch | None:
 
 
 def _read_product(shadow: Shadow, position: int) -> Found | None:
-    core = core_of(shadow.value[position])
+    core = core_of(_value(shadow, position))
     if core is None:
         return None
     refusal: DeclineSite | None = None
@@ -148,6 +148,12 @@ def _read_product(shadow: Shadow, position: int) -> Found | None:
         except DeclineSite as error:
             refusal = refusal or error
     raise refusal or DeclineSite(DeclineReason.NOT_ATTENTION, "no head count fits")
+
+
+def _value(shadow: Shadow, position: int) -> fx.Node:
+    if position not in shadow.value:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "attention on the batched tensors of torch.func.vmap")
+    return shadow.value[position]
 
 
 def source_of(shadow: Shadow, site: int) -> SourceOf:

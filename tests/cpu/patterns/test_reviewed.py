@@ -111,3 +111,8 @@ def test_a_threshold_on_the_score_belongs_to_the_score() -> None:
         return _attend(scores.masked_fill(scores < 0, -torch.inf), v)
 
     _fuses(function, *_qkv())
+
+
+@pytest.mark.parametrize("attention", [lambda q, k, v: _attend(q @ k.mT, v), F.scaled_dot_product_attention])
+def test_attention_inside_vmap_declines_with_its_reason(attention: Function) -> None:
+    _declines(torch.func.vmap(attention), *_qkv(), reason="unsupported_op")
