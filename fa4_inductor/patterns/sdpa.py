@@ -125,7 +125,9 @@ class SdpaSite:
             logits = E.call("where", causal, logits, -float("inf"))
         if call.attn_mask is not None:
             logits = self._masked(logits, call.attn_mask)
-        parts = masks.split(logits, dtypes=(call.dtype,), fills_are_zero=True, has_sink=False)
+        # SDPA adds a half mask in float32: -65504 hides a key there, but rows of fills keep their scores.
+        added_in = torch.float32 if call.dtype is torch.float16 else call.dtype
+        parts = masks.split(logits, dtypes=(added_in,), fills_are_zero=True, has_sink=False)
         spec = AttentionSpec(
             softmax_scale=1.0,
             score=parts.score,

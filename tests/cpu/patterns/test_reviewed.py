@@ -116,3 +116,20 @@ def test_a_threshold_on_the_score_belongs_to_the_score() -> None:
 @pytest.mark.parametrize("attention", [lambda q, k, v: _attend(q @ k.mT, v), F.scaled_dot_product_attention])
 def test_attention_inside_vmap_declines_with_its_reason(attention: Function) -> None:
     _declines(torch.func.vmap(attention), *_qkv(), reason="unsupported_op")
+
+
+def test_fp16_fills_of_sdpa_keep_the_scores_of_a_row_of_fills() -> None:
+    """SDPA adds the mask in float32, in which score - 65504 still knows the score."""
+    keep = torch.rand(8, 8) > 0.5
+    keep[3] = False
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(8, 8, dtype=q.dtype).masked_fill(~keep, torch.finfo(q.dtype).min)
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    args = (*(3 * x.half() for x in _qkv()), keep)
+    with torch.no_grad():
+        expected = function(*args)
+        result = fused(function, implementation="reference").model(*args)
+    torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
+    assert counters()["fused"] == 1
