@@ -71,6 +71,8 @@ def speeds(case: model_zoo.Case, models: dict[str, Any], first: dict[str, float]
     runs = {name: functools.partial(case.run, model) for name, model in models.items()}
     times = measure.medians_ms(runs, device, rounds=rounds)
     table = Table(title=f"One forward, median of up to {rounds} interleaved calls", title_justify="left")
+    table.caption = "first calls in the order shown: the first one also warms up Inductor itself"
+    table.caption_justify = "left"
     for column in ("backend", "ms", "fa4 is faster by", "first call, s"):
         table.add_column(column, justify="left" if column == "backend" else "right")
     for name, ms in times.items():

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fa4_inductor.capture.fx_view import is_mutation
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.kernels.graph_aux import build_aux
 from fa4_inductor.kernels.sdpa import build_sdpa
@@ -214,6 +215,7 @@ def is_pure(node: fx.Node) -> bool:
     name = target_name(node)
     if (
         (name.endswith("_") and not name.endswith("__"))
+        or is_mutation(node)
         or node.kwargs.get("inplace")
         or node.kwargs.get("out") is not None
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from collections.abc import Iterator
@@ -106,9 +107,22 @@ def is_mutation(node: fx.Node) -> bool:
             return False
         first = node.args[0] if node.args else None
         return isinstance(first, fx.Node) and isinstance(example(first), torch.Tensor)
+    if _asks_for_inplace(node):
+        return True
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _asks_for_inplace(node: fx.Node) -> bool:
+    """Is `inplace` set, by name or by position: F.relu(x, True)?"""
     if node.kwargs.get("inplace") is True:
         return True
-    return name.endswith("_") and not name.endswith("__") and not name.startswith("_")
+    if node.op != "call_function" or not any(a is True for a in node.args):
+        return False
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # built-in functions of torch have no signature, and no such argument
+        return False
+    return bound.arguments.get("inplace") is True
 
 
 _INPLACE_OPERATORS = {
@@ -124,4 +138,6 @@ def mutated_storages(node: fx.Node) -> frozenset[int]:
     out = node.kwargs.get("out")
     if isinstance(out, fx.Node):
         return storage_keys(out)
+    if target_name(node).startswith("_foreach_"):
+        return frozenset().union(*(storage_keys(n) for n in node.all_input_nodes))
     return storage_keys(node.all_input_nodes[0]) if node.all_input_nodes else frozenset()

@@ -124,6 +124,7 @@ def backward_slice(
         if node not in members and index.order[node] < before:
             members.add(node)
             members.update(node.all_input_nodes)
+    _check_aliases(members, leaves, index)
     for node in members:
         _check_value(node)
     if len(members) > MAX_NODES:
@@ -171,6 +172,18 @@ def _add_mutations(
             members.discard(node)
             found.append((node, MAX_CONTRACTIONS))
     return found
+
+
+def _check_aliases(members: set[fx.Node], leaves: set[fx.Node], index: GraphIndex) -> None:
+    """A leaf that is a view made by an opaque op (as_strided, unfold, .data) is a tensor of its own in the shadow, so a
+    write would not be seen through it."""
+    written = frozenset().union(*(w for n, w in index.mutations if n in members and n not in leaves))
+    for leaf in leaves if written else ():
+        shared = storage_keys(leaf) & written
+        others = [n for n in (*leaf.all_input_nodes, *(m for m in leaves if m is not leaf)) if storage_keys(n) & shared]
+        if shared and others:
+            detail = f"{leaf.name} and {others[0].name} share memory that is written before this site"
+            raise DeclineSite(DeclineReason.MUTATION, detail)
 
 
 def _check_value(node: fx.Node) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.patterns.booleans import boolean_selection
 from fa4_inductor.spec import expr as E
 from fa4_inductor.spec.attention import EmptyRow
@@ -106,6 +107,8 @@ def _is_fill(e: E.Expr, limits: _Range) -> bool:
 
 def _peel_where(e: E.Expr, limits: _Range) -> _Peeled:
     condition, a, b = e.args
+    if "score" in condition.free:
+        return _Peeled(e)  # a threshold on the score belongs to the score: keep knows positions only
     for keep, kept, fill in ((condition, a, b), (~condition, b, a)):
         if _is_fill(fill, limits) and not _is_fill(kept, limits):
             inner = _peel(kept, limits)
@@ -151,6 +154,11 @@ def _peel_scale(e: E.Expr, limits: _Range) -> _Peeled:
     if not inner.masks or any(f > limits.absorbing for f in fills):
         return _Peeled(e)
     value = E.call(e.op, inner.value, c)
+    if min(fills) < limits.lowest and any(m.fill != -math.inf for m in inner.masks):
+        if max(fills) >= limits.lowest:
+            raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "some fills of the mask overflow and others do not")
+        masks = tuple(Mask(m.keep, -math.inf) for m in inner.masks)  # finfo.min * 2 is -inf
+        return _Peeled(value, masks, inner.summed, E.conjunction([inner.alive, inner.clear]))
     return replace(inner, value=value, masks=tuple(Mask(m.keep, f) for m, f in zip(inner.masks, fills)))
 
 

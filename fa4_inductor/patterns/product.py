@@ -109,7 +109,8 @@ def head_counts(core: Core) -> list[sympy.Expr]:
                 break
             for e in index:
                 counts.update(dict.fromkeys(a.args[1] for a in e.atoms(FloorDiv) if a.args[0] == n))
-    if not counts and len(core.output_shape) == 4 and core.output_shape[0] == 1:
+    if len(core.output_shape) == 4 and core.output_shape[0] == 1:
+        # Batch 1: all of it are heads. Groups of k and v alone would suggest to take their heads for the batch.
         counts[core.batch] = None
     ordered = sorted(counts, key=lambda c: (not c.is_Integer, -int(c) if c.is_Integer else 0))
     usable = [c for c in ordered if sympy.cancel(core.batch / c).as_numer_denom()[1] == 1]
@@ -129,6 +130,7 @@ class ProductSite:
         self.q: BoundOperand | None = None
         self.k: BoundOperand | None = None
         self.scores: fx.Node | None = None
+        self.scores_at: Index = ()
         self.refusal: DeclineSite | None = None
 
     def _lead(self, node: fx.Node) -> Index:
@@ -180,6 +182,8 @@ class ProductSite:
         """Q @ K^T becomes `score` times the factors of q and k; any other contraction is an opaque tensor."""
         if self.scores not in (None, node):
             return None
+        if self.scores is node and index != self.scores_at:
+            raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "a score takes part in the logits of other positions")
         product = self._product(node, index)
         if product is None or node.target is not aten.baddbmm.default:
             return product
@@ -208,6 +212,7 @@ class ProductSite:
             self.refusal = refusal
             return None
         self.q, self.k, self.scores, self.ev.chosen = q, k, node, node
+        self.scores_at = index
         result = E.score()
         for factor in (*q.factors, *k.factors):
             result = E.call("mul", result, factor)

@@ -56,6 +56,16 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     assert counters()["fused"] == case.sites
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_batch_of_one_keeps_its_heads(name: str) -> None:
+    """Not read as one batch entry per key head, whose output would need a copy to (B, S, H, D)."""
+    case = model_zoo.build(name, batch=1)
+    run = fused(case.model, implementation="reference")
+    assert error(case, run.model).ok
+    for call in run.calls:
+        assert (call.q.shape[:2], call.k.shape[:2]) == ((1, 4), (1, 2))
+
+
 def test_through_inductor() -> None:
     case = model_zoo.build("llama")
     result = error(case, torch.compile(case.model, backend="fa4"))
