@@ -18,6 +18,7 @@ from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
 from fa4_inductor import log
+from fa4_inductor.capture.composites import Expansion, expand, is_composite, settle
 from fa4_inductor.decide import Decision, Outcome, build_kernels, decide
 from fa4_inductor.errors import DeclineReason, DeclineSite, StrictModeError
 from fa4_inductor.patterns import find_sites
@@ -32,10 +33,17 @@ _NOT_A_FAILURE = (DeclineReason.NOT_FASTER.value,)
 
 @dataclasses.dataclass
 class ModulePlan:
-    """Sites of one GraphModule (the graph, or a checkpointed body inside it), and what becomes of each."""
+    """Sites of one GraphModule (the graph, or a checkpointed body inside it), and what becomes of each.
+
+    Attributes:
+        expansions: calls shown as what they consist of, to be settled.
+        before: the graph before that, if it holds such calls.
+    """
 
     module: fx.GraphModule
     decisions: list[Decision]
+    expansions: list[Expansion] = dataclasses.field(default_factory=list)
+    before: fx.Graph | None = None
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -104,21 +112,33 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[st
 
 
 def plan(gm: fx.GraphModule, settings: Settings, explaining: bool = False) -> list[ModulePlan]:
-    """Sites of all graphs inside `gm` and the decision on each, without changing anything.
+    """Sites of all graphs inside `gm` and the decision on each. The graphs change only by the plans' expansions.
 
     Args:
-        explaining: only tell; no kernel is built, and `settings.target_arch` stands for the device.
+        explaining: only tell; no kernel is built, no expansion stays, and `settings.target_arch` stands for the device.
     """
-    plans = []
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            decisions = [decide(site, settings, explaining) for site in find_sites(module)]
-            plans.append(ModulePlan(module, decisions))
-    if not explaining:
-        built = iter(build_kernels([decision for p in plans for decision in p.decisions], settings))
-        for p in plans:
-            p.decisions = [next(built) for _ in p.decisions]
+    plans: list[ModulePlan] = []
+    done = False
+    try:
+        for module in gm.modules():
+            if isinstance(module, fx.GraphModule):
+                plans.append(_expanded(module))
+                plans[-1].decisions = [decide(site, settings, explaining) for site in find_sites(module)]
+        if not explaining:
+            built = iter(build_kernels([decision for p in plans for decision in p.decisions], settings))
+            for p in plans:
+                p.decisions = [next(built) for _ in p.decisions]
+        done = not explaining
+    finally:
+        if not done:
+            for p in plans:
+                settle(p.expansions, fused=())
     return plans
+
+
+def _expanded(module: fx.GraphModule) -> ModulePlan:
+    before = copy.deepcopy(module.graph) if any(map(is_composite, module.graph.nodes)) else None
+    return ModulePlan(module, [], expand(module.graph), before)
 
 
 def fuse(gm: fx.GraphModule, settings: Settings) -> list[tuple[fx.GraphModule, fx.Graph]]:
@@ -132,8 +152,10 @@ def fuse(gm: fx.GraphModule, settings: Settings) -> list[tuple[fx.GraphModule, f
         plans = plan(gm, settings)
         for module_plan in plans:
             if any(outcome.fused for outcome in module_plan.outcomes):
-                saved.append((module_plan.module, copy.deepcopy(module_plan.module.graph)))
+                saved.append((module_plan.module, module_plan.before or copy.deepcopy(module_plan.module.graph)))
                 _splice(module_plan, settings)
+            else:
+                settle(module_plan.expansions, fused=())
         outcomes = [outcome for module_plan in plans for outcome in module_plan.outcomes]
     except RestartAnalysis:
         raise
@@ -165,6 +187,8 @@ def _splice(module_plan: ModulePlan, settings: Settings) -> None:
             detail = f"{type(error).__name__}: {error}"
             module_plan.decisions[index] = (site, outcome.left(DeclineReason.INTERNAL_ERROR, detail))
     splicer.finish()
+    fused = {s.output for s, outcome in module_plan.decisions if outcome.fused and isinstance(s, AttentionMatch)}
+    settle(module_plan.expansions, fused)
     module_plan.module.graph.lint()
     module_plan.module.recompile()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -17,11 +17,15 @@ from fa4_inductor.spec import expr as E
 
 @dataclass(frozen=True)
 class Distribution:
-    """Logits of the keys, and of the sink column if there is one; `dtype` is the type the softmax reads them in."""
+    """Logits of the keys, and of the sink column if there is one; `dtype` is the type the softmax reads them in.
+
+    `zeroed` is true where a probability is set to 0 after the softmax; None if none is.
+    """
 
     logits: E.Expr
     sink: E.Expr | None
     dtype: torch.dtype
+    zeroed: E.Expr | None = None
 
 
 def distribution(ev: Elements, p: E.Expr) -> Distribution | None:
@@ -31,7 +35,7 @@ def distribution(ev: Elements, p: E.Expr) -> Distribution | None:
         DeclineSite: NOT_ATTENTION if p is a softmax over the keys with something done to it, or the refusal of an
             element in its logits.
     """
-    p = _unscaled(p)
+    p, zeroed = _zeroed(_unscaled(p))
     atom = ev.atom_of(p)
     if atom is not None and atom.kind == "softmax":
         found = _of_softmax(ev, atom.node, atom.index)
@@ -41,7 +45,16 @@ def distribution(ev: Elements, p: E.Expr) -> Distribution | None:
         if any(_over_keys(ev, n) for n in E.walk(p)) or ("score" in p.free and _has_atoms(ev, p)):
             raise DeclineSite(DeclineReason.NOT_ATTENTION, "the probabilities are changed before they meet V")
         return None
-    return _without_row_constants(ev, found)
+    return replace(_without_row_constants(ev, found), zeroed=zeroed)
+
+
+def _zeroed(p: E.Expr) -> tuple[E.Expr, E.Expr | None]:
+    """x and c of where(c, 0, x), in which c knows nothing of the scores."""
+    if p.op == "where" and "score" not in p.args[0].free:
+        for value, other, condition in ((p.args[1], p.args[2], p.args[0]), (p.args[2], p.args[1], ~p.args[0])):
+            if value.is_const and value.value == 0:
+                return _unscaled(other), condition
+    return p, None
 
 
 def _unscaled(p: E.Expr) -> E.Expr:

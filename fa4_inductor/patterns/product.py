@@ -20,8 +20,9 @@ from fa4_inductor.patterns.operands import BoundOperand, Steps, bind
 from fa4_inductor.patterns.probabilities import Distribution, distribution
 from fa4_inductor.patterns.rules_views import VIEW_RULES, shape
 from fa4_inductor.patterns.space import ZERO, Space
-from fa4_inductor.spec import AttentionSpec, AuxSpec
+from fa4_inductor.spec import AttentionSpec, AuxSpec, EmptyRow
 from fa4_inductor.spec import expr as E
+from fa4_inductor.spec.simplify import simplify
 
 aten = torch.ops.aten
 SourceOf = Callable[[fx.Node], Source | None]
@@ -162,13 +163,17 @@ class ProductSite:
         assert self.scores is not None
         dtypes = (self.scores.meta["val"].dtype, found.dtype)
         parts = masks.split(found.logits, dtypes=dtypes, fills_are_zero=False, has_sink=found.sink is not None)
+        empty_row = parts.empty_row
+        if found.zeroed is not None:
+            _check_zeroed(found.zeroed, parts)
+            empty_row = EmptyRow.ZERO
         aux = tuple(AuxSpec(str(a.dtype).removeprefix("torch."), a.ndim) for a in self.ev.aux)
         return AttentionSpec(
             softmax_scale=1.0,
             score=parts.score,
             keep=parts.keep,
             sink=found.sink,
-            empty_row=parts.empty_row,
+            empty_row=empty_row,
             aux=aux,
             num_sizes=len(self.space.symbols),
         )
@@ -212,6 +217,17 @@ class ProductSite:
         for factor in (*q.factors, *k.factors):
             result = E.call("mul", result, factor)
         return result
+
+
+def _check_zeroed(zeroed: E.Expr, parts: masks.Logits) -> None:
+    """Zeroing exactly the dropped keys changes only rows that keep none. A tensor added to the scores could hold -inf
+    for all kept keys of a row: that row is NaN, and zeroing leaves it so.
+
+    Raises:
+        DeclineSite: NOT_ATTENTION for any other zeroing.
+    """
+    if simplify(zeroed) is not simplify(~parts.keep) or "aux" in parts.score.free:
+        raise DeclineSite(DeclineReason.NOT_ATTENTION, "the probabilities are changed before they meet V")
 
 
 def output_view(core: Core, space: Space) -> Steps:

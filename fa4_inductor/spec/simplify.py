@@ -28,7 +28,7 @@ def _is(e: E.Expr, value: object) -> bool:
 
 
 def bool_identities(e: E.Expr, _: dict[str, Range]) -> E.Expr | None:
-    """True & x, False | x, x & x, ~~x, x ^ False, ~(a < b) on integers."""
+    """True & x, False | x, x & x, ~~x, x ^ False, ~(a < b) on integers, ~(x | y) as the terms of a conjunction."""
     if e.op in ("and_", "or_"):
         absorbing = e.op == "or_"
         for x, y in (e.args, e.args[::-1]):
@@ -42,6 +42,8 @@ def bool_identities(e: E.Expr, _: dict[str, Range]) -> E.Expr | None:
         inner = e.args[0]
         if inner.op == "not_":
             return inner.args[0]
+        if inner.op == "or_":
+            return ~inner.args[0] & ~inner.args[1]
         # With NaN, ~(a < b) is not a >= b.
         if inner.op in _COMPARE and (inner.op in ("eq", "ne") or inner.args[0].kind is not Kind.FLOAT):
             return E.call(_NEGATED[inner.op], *inner.args)
@@ -88,6 +90,20 @@ def casts(e: E.Expr, _: dict[str, Range]) -> E.Expr | None:
     if e.op in ("eq", "ne") and e.args[1].is_const and e.args[0].kind is Kind.BOOL:
         return e.args[0] if e.args[1].value == (e.op == "eq") else ~e.args[0]
     return None
+
+
+def bool_of_sum(e: E.Expr, _: dict[str, Range]) -> E.Expr | None:
+    """bool(where(p, -inf, 0) + where(q, -inf, 0)) = p | q: terms of one sign never cancel."""
+    if e.op != "to_bool" or e.args[0].op != "add" or e.args[0].kind is not Kind.FLOAT:
+        return None
+    terms = e.args[0].args
+    if any(t.op != "where" or not (t.args[1].is_const and t.args[2].is_const) for t in terms):
+        return None
+    values = [t.args[i].value for t in terms for i in (1, 2)]
+    if not (all(v <= 0 for v in values) or all(v >= 0 for v in values)):
+        return None
+    left, right = (E.call("where", t.args[0], *(E.const(v.value != 0) for v in t.args[1:])) for t in terms)
+    return left | right
 
 
 def _compare(op: str, x: float, y: float) -> bool:
@@ -198,6 +214,7 @@ EXACT_RULES: tuple[Rule, ...] = (
     bool_identities,
     select_identities,
     casts,
+    bool_of_sum,
     arithmetic_identities,
     integer_linear,
     integer_division,

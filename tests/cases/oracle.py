@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fa4_inductor.capture.composites import expand
 from fa4_inductor.errors import Declined
 from fa4_inductor.patterns import AttentionMatch, Operand, Site, apply_view, find_sites
 from fa4_inductor.spec import AttentionSpec, EmptyRow, parse_spec
@@ -124,6 +125,7 @@ def checked(function: Callable[..., Any], *, dynamic: bool | None = False) -> tu
     report = Report()
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        expand(gm.graph)
         sites = find_sites(gm)
         report.sites += sites
         runner = _Checked(gm, [s for s in sites if isinstance(s, AttentionMatch)], report)

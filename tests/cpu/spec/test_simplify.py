@@ -17,6 +17,7 @@ EXPECTED = {
     "(q_idx >= 0) & (kv_idx <= q_idx)": "kv_idx <= q_idx",
     "(kv_idx > q_idx - 8) & (kv_idx < seqlen_k)": "kv_idx >= q_idx - 7",
     "~(kv_idx > q_idx)": "kv_idx <= q_idx",
+    "~(aux0[b, kv_idx] | (kv_idx > q_idx))": "~aux0[b, kv_idx] & (kv_idx <= q_idx)",
     "2 * q_idx >= 2 * kv_idx": "kv_idx <= q_idx",
     "0 <= 3 - q_idx": "q_idx <= 3",
     "bool(int(aux0[b, kv_idx]))": "aux0[b, kv_idx]",
@@ -27,7 +28,13 @@ EXPECTED = {
     "(3 * b + h) // 3": "b",
     "(3 * b + h) % 3": "h",
     "score / 8.0 * 2.0": "score * 0.25",
-    # near-misses: the last bit decides, NaN decides, the range is not known
+    "bool(where(aux0[b, kv_idx], -inf, 0.0) + where(kv_idx <= q_idx, 0.0, -1.0))": (
+        "aux0[b, kv_idx] | (kv_idx >= q_idx + 1)"
+    ),
+    # near-misses: terms cancel, the last bit decides, NaN decides, the range is not known
+    "bool(where(aux0[b, kv_idx], 1.0, 0.0) + where(kv_idx <= q_idx, 0.0, -1.0))": (
+        "bool(where(aux0[b, kv_idx], 1.0, 0.0) + where(kv_idx <= q_idx, 0.0, -1.0))"
+    ),
     "int(log(float(q_idx) / 8.0) / 2.0 * 8.0)": "int(log(float(q_idx) / 8.0) / 2.0 * 8.0)",
     "~(aux1[h] < 0.0)": "~(aux1[h] < 0.0)",
     "(4 * b + h + q_idx) // 4": "(q_idx + h + b * 4) // 4",
