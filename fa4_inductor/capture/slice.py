@@ -165,7 +165,8 @@ def _add_mutations(
     found = []
     for node, written in candidates:
         if written & storages:
-            if is_opaque(node):
+            # A product with out= would end the slice, so what it wrote would never be part of it.
+            if is_opaque(node) or target_name(node) in ops.CONTRACTIONS:
                 detail = f"{target_name(node)} writes into a tensor that this site reads"
                 raise DeclineSite(DeclineReason.MUTATION, detail)
             leaves.discard(node)

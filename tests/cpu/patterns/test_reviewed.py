@@ -49,6 +49,8 @@ WRITTEN = {
     "as_strided": _written(lambda k: k.as_strided((10,), (1,)).fill_(3.0)),
     "unfold": _written(lambda k: k.unfold(2, 2, 2).mul_(3.0)),
     "data": _written(lambda k: k.data.mul_(3.0)),
+    # once an endless loop: a product ends the slice, and one that writes was put back into it
+    "product_out": _written(lambda k: torch.bmm(torch.ones(8, 8, 8), torch.ones(8, 8, 16), out=k.view(8, 8, 16))),
 }
 
 
