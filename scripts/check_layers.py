@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "analysis": LEAVES | {"spec"},
     "runtime.target": LEAVES | {"spec"},
     "lowering": LEAVES | {"spec", "analysis", "runtime.target"},
-    "kernels": LEAVES | {"spec", "analysis", "lowering", "runtime.target"},
+    "kernels": LEAVES | {"spec", "capture", "analysis", "lowering", "runtime.target"},
     "kernels.cute": set(),
     "runtime": LEAVES | {"spec", "analysis", "lowering", "kernels", "kernels.cute", "runtime.target"},
 }

@@ -95,7 +95,7 @@ def is_mutation(node: fx.Node) -> bool:
     """Does the node write into one of its arguments?"""
     if node.op not in ("call_function", "call_method"):
         return False
-    if isinstance(node.kwargs.get("out"), fx.Node):
+    if node.kwargs.get("out") is not None:
         return True
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
@@ -136,8 +136,8 @@ def mutated_storages(node: fx.Node) -> frozenset[int]:
     if isinstance(node.target, torch._ops.HigherOrderOperator | torch._ops.OpOverload):
         return frozenset().union(*(storage_keys(n) for n in node.all_input_nodes))
     out = node.kwargs.get("out")
-    if isinstance(out, fx.Node):
-        return storage_keys(out)
+    if out is not None:  # one tensor, or a tuple of them
+        return frozenset().union(*(storage_keys(n) for n in (out if isinstance(out, tuple | list) else (out,))))
     if target_name(node).startswith("_foreach_"):
         return frozenset().union(*(storage_keys(n) for n in node.all_input_nodes))
     return storage_keys(node.all_input_nodes[0]) if node.all_input_nodes else frozenset()

@@ -14,6 +14,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.node import map_aggregate
 
+from fa4_inductor.capture.fx_view import is_mutation
+
 
 class GraphValue(fx.Proxy):
     """A node's value. Sizes that are static are plain ints."""
@@ -103,7 +105,7 @@ class GraphValues(fx.proxy.GraphAppendingTracer):
         """Whether `node` comes before the insert point with nothing written in place between the two."""
         current = self.like.prev
         while current is not node:
-            if current.op == "root" or _writes_in_place(current):
+            if current.op == "root" or is_mutation(current):
                 return False
             current = current.prev
         return True
@@ -111,10 +113,3 @@ class GraphValues(fx.proxy.GraphAppendingTracer):
 
 def _example(value: Any) -> Any:
     return value.meta["example_value"] if isinstance(value, fx.Node) else value
-
-
-def _writes_in_place(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
-        return True
-    return (name.endswith("_") and not name.endswith("__")) or name in ("setitem", "copy_", "iadd", "imul", "isub")

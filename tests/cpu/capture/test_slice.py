@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from fa4_inductor.capture.fx_view import is_mutation, location, target_name
+from fa4_inductor.capture.fx_view import is_mutation, location, mutated_storages, storage_keys, target_name
 from fa4_inductor.capture.shadow import Shadow, trace
 from fa4_inductor.capture.slice import GraphIndex, Slice, backward_slice, has_softmax_above
 from fa4_inductor.errors import DeclineReason, DeclineSite
@@ -154,3 +154,13 @@ def test_operators_with_a_trailing_underscore_are_no_mutations() -> None:
 def test_location_is_the_users_line() -> None:
     gm = _graph(lambda x: torch.nn.functional.softmax(x, -1), torch.randn(3))
     assert location(_last(gm, "softmax")).startswith("test_slice.py:")
+
+
+def test_out_may_be_a_tuple() -> None:
+    graph = fx.Graph()
+    x, values, indices = (graph.placeholder(name) for name in ("x", "values", "indices"))
+    node = graph.call_function(torch.max, (x, 1), {"out": (values, indices)})
+    for n, example in ((x, torch.randn(2, 3)), (values, torch.zeros(2)), (indices, torch.zeros(2, dtype=torch.int64))):
+        n.meta["example_value"] = example
+    assert is_mutation(node)
+    assert mutated_storages(node) == storage_keys(values) | storage_keys(indices)
