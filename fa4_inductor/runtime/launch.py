@@ -60,14 +60,48 @@ def forward(
         ValueError: for an implementation that does not exist, or operands that do not fit together.
         KernelUnavailable: in strict mode, when the kernel cannot be built.
     """
+    return _forward(q, k, v, aux, program, sizes, implementation, need_lse, None)
+
+
+def forward_into(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    aux: Sequence[Tensor],
+    program: str,
+    sizes: Sequence[int],
+    implementation: str,
+    out: Tensor,
+) -> None:
+    """Implementation of `fa4_inductor::_forward_into`: `forward` without LSE, into `out` (B, Sq, Hq, Dv)."""
+    given = out.transpose(1, 2)
+    got, _ = _forward(q, k, v, aux, program, sizes, implementation, False, given)
+    if got is not given:
+        given.copy_(got)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    aux: Sequence[Tensor],
+    program: str,
+    sizes: Sequence[int],
+    implementation: str,
+    need_lse: bool,
+    out: Tensor | None,
+) -> Outputs:
+    """(out, lse): a kernel that launches writes into the `out` given, all else returns a tensor of its own."""
     if implementation == "cute":
         plan = _checked.get((program, q.shape, k.shape, v.shape, q.dtype, q.device, need_lse))
         if plan is not None:
-            return _launch(plan, q, k, v, aux, sizes, need_lse)
+            return _launch(plan, q, k, v, aux, sizes, need_lse, out)
     _check(q, k, v, aux)
+    if implementation == "cute":
+        return _run_cute(q, k, v, aux, program, sizes, need_lse, out)
     run = _RUN.get(implementation)
     if run is None:
-        raise ValueError(f"unknown implementation {implementation!r}: known are {', '.join(_RUN)}")
+        raise ValueError(f"unknown implementation {implementation!r}: known are cute, {', '.join(_RUN)}")
     return run(q, k, v, aux, program, sizes, need_lse)
 
 
@@ -115,7 +149,14 @@ def _spec(program: str) -> AttentionSpec:
 
 
 def _run_cute(
-    q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], need_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    aux: Sequence[Tensor],
+    program: str,
+    sizes: Sequence[int],
+    need_lse: bool,
+    out: Tensor | None,
 ) -> Outputs:
     heads, kv_heads = q.shape[1], k.shape[1]
     key = (program, q.dtype, q.shape[3], v.shape[3], heads // max(kv_heads, 1), q.device, need_lse)
@@ -128,15 +169,23 @@ def _run_cute(
     if len(_checked) >= _MAX_CHECKED:
         _checked.clear()
     _checked[program, q.shape, k.shape, v.shape, q.dtype, q.device, need_lse] = plan
-    return _launch(plan, q, k, v, aux, sizes, need_lse)
+    return _launch(plan, q, k, v, aux, sizes, need_lse, out)
 
 
 def _launch(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], sizes: Sequence[int], need_lse: bool
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    aux: Sequence[Tensor],
+    sizes: Sequence[int],
+    need_lse: bool,
+    out: Tensor | None = None,
 ) -> Outputs:
-    """One launch on the current stream of q's device."""
+    """One launch on the current stream of q's device, into `out` (B, Hq, Sq, Dv) where that is given."""
     batch, heads, seqlen_q, _ = q.shape
-    out = q.new_empty((batch, seqlen_q, heads, v.shape[3])).transpose(1, 2)
+    if out is None:
+        out = q.new_empty((batch, seqlen_q, heads, v.shape[3])).transpose(1, 2)
     lse = q.new_empty((batch, heads, seqlen_q) if need_lse else (0,), dtype=torch.float32)
     if not (batch and heads and seqlen_q):
         return out, lse
@@ -266,7 +315,6 @@ def clear_plans() -> None:
 
 
 _RUN: dict[str, Callable[..., Outputs]] = {
-    "cute": _run_cute,
     "reference": _run_eager("reference"),
     "flex": _run_eager("flex"),
     "sdpa": _run_eager("sdpa"),
