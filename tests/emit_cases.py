@@ -45,6 +45,9 @@ OPS_PROGRAMS: dict[str, AttentionSpec] = {
         " + float(int(kv_idx > 3) + seqlen_q - seqlen_k)",
         sizes=1,
     ),
+    "bits": spec_of(
+        keep="bit_and(kv_idx, 53) <= bit_or(q_idx // 2, bit_xor(q_idx, 5)) + bit_and(q_idx - kv_idx, 3)"
+    ),
     "logic": spec_of(
         keep="((q_idx > 1) ^ (kv_idx != 2)) | ~(kv_idx * q_idx >= 6) & where(h == 1, kv_idx < 2, bool(kv_idx % 3))"
     ),

@@ -109,7 +109,7 @@ def is_mutation(node: fx.Node) -> bool:
         return isinstance(first, fx.Node) and isinstance(example(first), torch.Tensor)
     if _asks_for_inplace(node):
         return True
-    return name.endswith("_") and not name.endswith("__")
+    return name in _INPLACE_METHODS or name.endswith("_") and not name.endswith("__")
 
 
 def _asks_for_inplace(node: fx.Node) -> bool:
@@ -129,6 +129,9 @@ _INPLACE_OPERATORS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.iand,
     operator.ior, operator.ixor, operator.imod, operator.ipow, operator.imatmul, operator.ilshift, operator.irshift,
 }  # fmt: skip
+
+
+_INPLACE_METHODS = {f"__{f.__name__}__" for f in _INPLACE_OPERATORS}
 
 
 def mutated_storages(node: fx.Node) -> frozenset[int]:

@@ -23,6 +23,7 @@ _POINTWISE = _WORDS(
     " exp exp2 log log2 log1p expm1 sqrt rsqrt tanh sigmoid erf sin cos floor ceil round trunc reciprocal square sign"
     " maximum minimum max min clamp clip clamp_min clamp_max where masked_fill eq ne lt le gt ge equal"
     " logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor and_ or_ xor invert"
+    " and or rand ror rxor lshift rshift bitwise_left_shift bitwise_right_shift"
     " not_ isinf isnan isneginf nan_to_num softplus relu"
     " add_ sub_ mul_ div_ masked_fill_ clamp_ clamp_min_ clamp_max_ neg_ exp_ tanh_ pow_ copy_ fill_ zero_ sqrt_ floor_"
     " floor_divide_ logical_and_ logical_or_ logical_not_ bitwise_and_ bitwise_or_ eq_ ne_ abs_ log_ triu_ tril_"

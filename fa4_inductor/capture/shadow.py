@@ -29,8 +29,10 @@ _DECOMPOSE = (
     aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.softplus,
     aten.nan_to_num, aten.roll, aten.linspace, aten.logsumexp, aten.fill, aten.zero,
     aten.sum.default, aten.unbind, aten.pad, aten.lift_fresh_copy, aten.index_select, aten.addcmul,
-    aten.addcdiv, aten.trunc, aten.t,
+    aten.addcdiv, aten.trunc, aten.t, aten.gelu, aten.silu,
 )  # fmt: skip
+# `m &= n` calls aten.__iand__, which functionalization does not know.
+_IN_PLACE_BITS = {"iand": "bitwise_and_", "ior": "bitwise_or_", "ixor": "bitwise_xor_"}
 _NO_VALUE = ("_set_grad_enabled",)
 _LEVEL_ARGUMENT = {"_add_batch_dim": 2, "_remove_batch_dim": 1}
 
@@ -126,6 +128,9 @@ class _Replay:
 
     def _run(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         values, keywords = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+        in_place = _IN_PLACE_BITS.get(target_name(node).strip("_"))
+        if in_place is not None:
+            return getattr(values[0], in_place)(values[1])
         if node.op == "call_method":
             return getattr(values[0], str(node.target))(*values[1:], **keywords)
         if node.target is operator.getitem and _indexes_with_scalars(values[1]):

@@ -44,9 +44,10 @@ _EXACT = {
     "div": "pops.divide", "exp": "cute.math.exp", "exp2": "cute.math.exp2", "log": "cute.math.log",
     "log2": "cute.math.log2", "tanh": "cute.math.tanh", "sigmoid": "pops.exact_sigmoid",
 }  # fmt: skip
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "and_": "&", "or_": "|", "xor": "^"} | {
-    o: OPS[o].symbol for o in _COMPARE
-}
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "and_": "&", "or_": "|", "xor": "^",
+    "bit_and": "&", "bit_or": "|", "bit_xor": "^",
+} | {o: OPS[o].symbol for o in _COMPARE}  # fmt: skip
 
 
 def aux_length(slot: int, dim: int) -> Expr:

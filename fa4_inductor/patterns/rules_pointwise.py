@@ -165,15 +165,26 @@ def _logical(name: str) -> Rule:
 
 
 def _bitwise(name: str) -> Rule:
-    """Bitwise ops on bools are logical ones; on integers they have no place in a mask."""
+    """Bitwise ops on bools are logical ones."""
 
     def rule(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
         operands = [ev.operand(a, index) for a in node.args]
-        if any(x.kind is not Kind.BOOL for x in operands):
-            raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"{node.target} on integers")
-        return E.call(name, *operands)
+        if all(x.kind is Kind.BOOL for x in operands):
+            return E.call(name, *operands)
+        if name == "not_":
+            return -E.cast(operands[0], Kind.INT) - 1
+        return E.call(f"bit_{name.rstrip('_')}", *operands)
 
     return rule
+
+
+def _shift(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    """Shifts by a constant, as torch does them on int64: arithmetic to the right."""
+    value, by = (ev.operand(a, index) for a in node.args)
+    if not by.is_const or not 0 <= by.value < 31 or value.kind is not Kind.INT:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"{node.target} by data")
+    left = "lshift" in node.target._opname or "left_shift" in node.target._opname
+    return E.call("mul" if left else "floordiv", value, 1 << int(by.value))
 
 
 def _is(test: Callable[[E.Expr], E.Expr]) -> Rule:
@@ -231,6 +242,9 @@ def _table() -> dict[Any, Rule]:
         op = f"{name}_" if name != "xor" else name
         rules[getattr(aten, f"logical_{name}").default] = _logical(op)
         rules |= dict.fromkeys(_overloads(getattr(aten, f"bitwise_{name}")), _bitwise(op))
+    for name in ("__lshift__", "__rshift__", "bitwise_left_shift", "bitwise_right_shift"):
+        packet = getattr(aten, name)
+        rules |= {getattr(packet, o): _shift for o in packet.overloads() if o in ("Scalar", "Tensor", "Tensor_Scalar")}
     for name in ("full", "full_like", "new_full", "scalar_tensor"):
         rules[getattr(aten, name).default] = _full
     for name, value in (("zeros", 0), ("ones", 1)):

@@ -15,6 +15,7 @@ from fa4_inductor.patterns.rules_pointwise import Rule, kind_of
 from fa4_inductor.patterns.rules_views import argument, broadcast, dimension, shape, slice_bounds
 from fa4_inductor.patterns.splitting import split_cases
 from fa4_inductor.spec import expr as E
+from fa4_inductor.spec.ops import Kind
 
 if TYPE_CHECKING:
     from fa4_inductor.patterns.elements import Elements
@@ -172,6 +173,26 @@ def _reduced(node: fx.Node, index: Index) -> tuple[int, Index]:
     return dim, index[:dim] + index[dim + 1 :] if keepdim else index
 
 
+def _unrolled(name: str) -> Rule:
+    """A reduction over few elements, as mods do it over the entries of a small list."""
+
+    def rule(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+        dim, rest = _reduced(node, index)
+        source, length = node.args[0], shape(node.args[0])[dim]
+        if not (length.is_Integer and 0 < length <= _UNROLLED):
+            raise _unsupported(f"{node.target} over {length} elements")
+        elements = [ev.value(source, rest[:dim] + (sympy.Integer(i),) + rest[dim:]) for i in range(int(length))]
+        result = E.cast(elements[0], Kind.BOOL)
+        for element in elements[1:]:
+            result = E.call(name, result, E.cast(element, Kind.BOOL))
+        return result
+
+    return rule
+
+
+_UNROLLED = 16
+
+
 def _max(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
     dim, rest = _reduced(node, index)
     return ev.atom("max", node, rest)
@@ -199,6 +220,8 @@ TENSOR_RULES: dict[Any, Rule] = {
     aten.cumsum.default: _cumsum,
     aten._softmax.default: _softmax,
     aten.softmax.int: _softmax,
+    aten.any.dim: _unrolled("or_"),
+    aten.all.dim: _unrolled("and_"),
     aten.amax.default: _max,
     aten.sum.dim_IntList: _sum,
 }

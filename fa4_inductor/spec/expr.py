@@ -177,6 +177,10 @@ def _promote(rule: str, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
         if any(a.kind is not Kind.BOOL for a in args):
             raise ProgramError("logical ops take bool operands")
         return args
+    if rule == "int":
+        if any(a.kind is Kind.FLOAT for a in args):
+            raise ProgramError("bitwise ops take int operands")
+        return tuple(cast(a, Kind.INT) for a in args)
     if rule == "select":
         if args[0].kind is not Kind.BOOL:
             raise ProgramError("where takes a bool condition")

@@ -5,7 +5,9 @@ Atoms are whatever is not a sum or a product by a constant: index variables, siz
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fa4_inductor.spec import expr as E
@@ -126,7 +128,8 @@ def _extreme(form: Linear, sign: int) -> Linear:
 
 
 def _interval_sum(form: Linear, ranges: dict[str, Range]) -> Range:
-    low = high = float(form.constant)
+    low: float = form.constant
+    high: float = form.constant
     for atom, c in form.terms:
         lo, hi = atom_range(atom, ranges)
         low += min(c * lo, c * hi)
@@ -135,13 +138,81 @@ def _interval_sum(form: Linear, ranges: dict[str, Range]) -> Range:
 
 
 def atom_range(atom: E.Expr, ranges: dict[str, Range]) -> Range:
-    """Bounds of one atom: indices and sizes are never negative, `x % n` lies in [0, n), a cast bool in [0, 1]."""
-    if atom.op in ("index", "size"):
-        return ranges.get(atom.value, (0.0, math.inf))
-    if atom.op == "mod" and atom.args[1].is_const and atom.args[1].value > 0:
-        return 0.0, float(atom.args[1].value - 1)
-    if atom.op == "to_int" and atom.args[0].kind is Kind.BOOL:
-        return 0.0, 1.0
-    if atom.op == "abs":
-        return 0.0, math.inf
-    return -math.inf, math.inf
+    """Bounds of an INT expression by interval arithmetic: indices and sizes are never negative."""
+    return _value_range(atom, tuple(ranges.items()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _value_range(e: E.Expr, ranges: tuple[tuple[str, Range], ...]) -> Range:
+    if e.op == "const":
+        return int(e.value), int(e.value)
+    if e.op in ("index", "size"):
+        return dict(ranges).get(e.value, (0, math.inf))
+    if e.op == "to_int" and e.args[0].kind is Kind.BOOL:
+        return 0, 1
+    if e.op == "load" or e.kind is not Kind.INT or any(a.kind is Kind.FLOAT for a in e.args):
+        return _ANYTHING
+    operands = [_value_range(a, ranges) for a in e.args if a.kind is Kind.INT]
+    rule = _RANGE_RULES.get(e.op)
+    return rule(*operands) if rule is not None else _ANYTHING
+
+
+_ANYTHING: Range = (-math.inf, math.inf)
+
+
+def _times(a: float, b: float) -> float:
+    return 0 if a == 0 or b == 0 else a * b  # 0 * inf is not a number
+
+
+def _product(x: Range, y: Range) -> Range:
+    corners = [_times(a, b) for a in x for b in y]
+    return min(corners), max(corners)
+
+
+def _quotient(x: Range, n: Range) -> Range:
+    if n[0] != n[1] or n[0] <= 0:
+        return _ANYTHING
+    low, high = (b if math.isinf(b) else b // n[0] for b in x)
+    return low, high
+
+
+def _remainder(x: Range, n: Range) -> Range:
+    if n[0] <= 0:
+        return _ANYTHING
+    return x if x[0] >= 0 and x[1] < n[0] else (0, n[1] - 1)
+
+
+def _absolute(x: Range) -> Range:
+    return (0 if x[0] <= 0 <= x[1] else min(abs(x[0]), abs(x[1]))), max(abs(x[0]), abs(x[1]))
+
+
+def _common_bits(x: Range, y: Range) -> Range:
+    """x & y lies between 0 and any non-negative operand."""
+    known = [high for low, high in (x, y) if low >= 0]
+    return (0, min(known)) if known else _ANYTHING
+
+
+def _united_bits(x: Range, y: Range) -> Range:
+    """x | y and x ^ y of non-negative integers need no more bits than the longer one."""
+    if min(x[0], y[0]) < 0:
+        return _ANYTHING
+    high = max(x[1], y[1])
+    return 0, high if math.isinf(high) else (1 << int(high).bit_length()) - 1
+
+
+_RANGE_RULES: dict[str, Callable[..., Range]] = {
+    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
+    "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
+    "neg": lambda x: (-x[1], -x[0]),
+    "mul": _product,
+    "floordiv": _quotient,
+    "mod": _remainder,
+    "abs": _absolute,
+    "minimum": lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
+    "maximum": lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
+    "where": lambda x, y: (min(x[0], y[0]), max(x[1], y[1])),
+    "bit_and": _common_bits,
+    "bit_or": _united_bits,
+    "bit_xor": _united_bits,
+}
+"""Bounds from the bounds of the INT operands (a `where` has two)."""

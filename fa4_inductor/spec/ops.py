@@ -28,11 +28,10 @@ class Kind(enum.IntEnum):
 class Op:
     """One pointwise operation.
 
-    `operands` is "numeric" (promoted to a common INT or FLOAT), "float" (promoted to FLOAT), "bool", "any" (common
-    kind, BOOL allowed)
-    or "select" (BOOL, then two of one kind). `result` is a fixed Kind, or None for the promoted kind of the operands.
-    `symbol` is the Python operator it prints as, None for a function call. `fold` computes constants, `torch`
-    tensors or proxies.
+    `operands` is "numeric" (promoted to a common INT or FLOAT), "float" (promoted to FLOAT), "int", "bool", "any"
+    (common kind, BOOL allowed) or "select" (BOOL, then two of one kind). `result` is a fixed Kind, or None
+    for the promoted kind of the operands. `symbol` is the Python operator it prints as, None for a function call.
+    `fold` computes constants, `torch` tensors or proxies.
     """
 
     name: str
@@ -96,6 +95,9 @@ _TABLE = (
     Op("or_", 2, "bool", Kind.BOOL, "|", lambda a, b: a or b, torch.logical_or, commutative=True),
     Op("xor", 2, "bool", Kind.BOOL, "^", lambda a, b: a != b, torch.logical_xor, commutative=True),
     Op("not_", 1, "bool", Kind.BOOL, "~", lambda a: not a, torch.logical_not),
+    Op("bit_and", 2, "int", Kind.INT, None, lambda a, b: a & b, torch.bitwise_and, commutative=True),
+    Op("bit_or", 2, "int", Kind.INT, None, lambda a, b: a | b, torch.bitwise_or, commutative=True),
+    Op("bit_xor", 2, "int", Kind.INT, None, lambda a, b: a ^ b, torch.bitwise_xor, commutative=True),
     Op("where", 3, "select", None, None, _where_fold, torch.where),
     Op("to_bool", 1, "any", Kind.BOOL, None, lambda a: bool(a != 0), _to_bool),
     Op("to_int", 1, "any", Kind.INT, None, int, _to_int),

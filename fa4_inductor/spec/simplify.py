@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from fa4_inductor.spec import expr as E
 from fa4_inductor.spec.attention import AttentionSpec
-from fa4_inductor.spec.linear import Linear, Range, bounds, linear, to_expr
+from fa4_inductor.spec.linear import Linear, Range, atom_range, bounds, linear, to_expr
 from fa4_inductor.spec.ops import Kind
 
 _COMPARE = {"lt", "le", "gt", "ge", "eq", "ne"}
@@ -142,17 +142,47 @@ def integer_linear(e: E.Expr, _: dict[str, Range]) -> E.Expr | None:
 
 
 def integer_division(e: E.Expr, ranges: dict[str, Range]) -> E.Expr | None:
-    """(n*a + r) // n = a and (n*a + r) % n = r where r is proven to lie in [0, n)."""
+    """(n*a + r) // n = a and (n*a + r) % n = r where r is proven to lie in [0, n); x // a // b = x // (a*b), and
+    x % (a*n) % n = x % n."""
     if e.op not in ("floordiv", "mod") or e.kind is not Kind.INT or not e.args[1].is_const or e.args[1].value <= 0:
         return None
     n = e.args[1].value
-    form = linear(e.args[0])
+    x = e.args[0]
+    if x.op == e.op and x.args[1].is_const and x.args[1].value > 0:
+        if e.op == "floordiv":
+            return E.call("floordiv", x.args[0], x.args[1].value * n)
+        if x.args[1].value % n == 0:
+            return E.call("mod", x.args[0], n)
+    form = linear(x)
     whole = Linear(tuple((a, c // n) for a, c in form.terms if c % n == 0), form.constant // n)
     rest = Linear(tuple((a, c) for a, c in form.terms if c % n), form.constant % n)
     low, high = bounds(rest, ranges)
     if low >= 0 and high < n:
         return to_expr(whole if e.op == "floordiv" else rest)
     return None
+
+
+def bits(e: E.Expr, ranges: dict[str, Range]) -> E.Expr | None:
+    """x & c without the bits of c that x cannot have, and x where c holds all bits that x can have (x >= 0);
+    x | 0 = x ^ 0 = x."""
+    if e.op in ("bit_or", "bit_xor"):
+        zero = [a.is_const and a.value == 0 for a in e.args]
+        return e.args[1] if zero[0] else e.args[0] if zero[1] else None
+    if e.op != "bit_and":
+        return None
+    x, c = e.args if e.args[1].is_const else e.args[::-1]
+    if not c.is_const or c.value < 0:
+        return None
+    low, high = atom_range(x, _LENGTHS | ranges)
+    if low < 0 or math.isinf(high):
+        return E.call("bit_and", x, c) if e.args[0] is c else None
+    possible = (1 << int(high).bit_length()) - 1
+    kept = c.value & possible
+    return x if kept == possible else E.call("bit_and", x, kept) if kept else E.const(0)
+
+
+_LENGTHS: dict[str, Range] = dict.fromkeys(("b", "h", "q_idx", "kv_idx"), (0, (1 << 30) - 1))
+"""No index reaches 2**30: kernel programs compute with them in int32."""
 
 
 def integer_compare(e: E.Expr, ranges: dict[str, Range]) -> E.Expr | None:
@@ -218,6 +248,7 @@ EXACT_RULES: tuple[Rule, ...] = (
     arithmetic_identities,
     integer_linear,
     integer_division,
+    bits,
     integer_compare,
 )
 INEXACT_RULES: tuple[Rule, ...] = (fold_scales,)

@@ -31,10 +31,19 @@ EXPECTED = {
     "bool(where(aux0[b, kv_idx], -inf, 0.0) + where(kv_idx <= q_idx, 0.0, -1.0))": (
         "aux0[b, kv_idx] | (kv_idx >= q_idx + 1)"
     ),
-    # near-misses: terms cancel, the last bit decides, NaN decides, the range is not known
+    "where(kv_idx // 16 <= -1, kv_idx // 16 + 4, kv_idx // 16)": "kv_idx // 16",
+    "kv_idx // 8 // 2": "kv_idx // 16",
+    "kv_idx % 16 % 4": "kv_idx % 4",
+    "minimum(maximum(kv_idx - 48, 0), 15) >= 0": "True",
+    "bit_or(bit_and(h, 1431655765), 0)": "bit_and(h, 1)",
+    "bit_and(h, 7)": "h",
+    # near-misses: terms cancel, 4 does not divide 6, a sign bit stays, the last bit decides, NaN decides, the range is
+    # not known
     "bool(where(aux0[b, kv_idx], 1.0, 0.0) + where(kv_idx <= q_idx, 0.0, -1.0))": (
         "bool(where(aux0[b, kv_idx], 1.0, 0.0) + where(kv_idx <= q_idx, 0.0, -1.0))"
     ),
+    "kv_idx % 6 % 4": "kv_idx % 6 % 4",
+    "bit_and(kv_idx - 3, 7)": "bit_and(kv_idx - 3, 7)",
     "int(log(float(q_idx) / 8.0) / 2.0 * 8.0)": "int(log(float(q_idx) / 8.0) / 2.0 * 8.0)",
     "~(aux1[h] < 0.0)": "~(aux1[h] < 0.0)",
     "(4 * b + h + q_idx) // 4": "(q_idx + h + b * 4) // 4",
@@ -74,7 +83,11 @@ INTS = st.recursive(
     lambda x: st.one_of(
         st.tuples(st.sampled_from(["add", "sub", "minimum", "maximum"]), x, x).map(lambda t: E.call(*t)),
         st.tuples(st.sampled_from(["mul", "floordiv", "mod"]), x, st.sampled_from([2, 3])).map(lambda t: E.call(*t)),
+        st.tuples(st.sampled_from(["bit_and", "bit_or", "bit_xor"]), x, x).map(lambda t: E.call(*t)),
+        st.tuples(st.just("bit_and"), st.sampled_from([5, 21]), x).map(lambda t: E.call(*t)),
+        st.tuples(x, x, x).map(lambda t: E.call("where", E.call("le", t[0], t[1]), *t[1:])),
         x.map(lambda e: -e),
+        x.map(lambda e: E.call("abs", e)),
     ),
     max_leaves=5,
 )
