@@ -54,7 +54,7 @@ _LAYOUT_PASSES = {
 }  # fmt: skip
 
 
-_COPYING_STEPS = ("to", "reshape")
+_COPYING_STEPS = ("to", "reshape", "repeat_interleave")
 
 
 class Splicer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -62,9 +62,8 @@ def bind_match(found: Found, facts: GraphFacts, site: fx.Node, piece: Slice) -> 
     _check_constants(spec)
     out_dtype = example(site).dtype
     dtype = _common_dtype(found)
-    q, k, v = (_operand(o, dtype, facts, site, piece) for o in (found.q, found.k, found.v))
-    if found.k.heads != found.v.heads:
-        raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"{found.k.heads} heads of k, {found.v.heads} of v")
+    operands = (found.q, *_same_heads(found.k, found.v))
+    q, k, v = (_operand(o, dtype, facts, site, piece) for o in operands)
     sizes = []
     for symbol in found.symbols:
         size = facts.size(symbol, site)
@@ -92,6 +91,24 @@ def _common_dtype(found: Found) -> torch.dtype:
     for dtype in dtypes[1:]:
         common = torch.promote_types(common, dtype)
     return common
+
+
+def _same_heads(k: BoundOperand, v: BoundOperand) -> list[BoundOperand]:
+    """k and v with the same number of heads, the least that both can be repeated to."""
+    if k.heads == v.heads:
+        return [k, v]
+    if k.heads != 1 != v.heads and not (k.heads.is_Integer and v.heads.is_Integer):
+        raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"{k.heads} heads of k, {v.heads} of v")
+    heads = sympy.lcm(k.heads, v.heads)
+    return [_repeated(o, heads) for o in (k, v)]
+
+
+def _repeated(o: BoundOperand, heads: sympy.Expr) -> BoundOperand:
+    if o.heads == heads:
+        return o
+    expand = o.heads == 1
+    step = ("expand", (-1, heads, -1, -1)) if expand else ("repeat_interleave", int(heads / o.heads), 1)
+    return replace(o, view=(*o.view, step), heads=heads)
 
 
 def _operand(o: BoundOperand, dtype: torch.dtype, facts: GraphFacts, site: fx.Node, piece: Slice) -> Operand:

@@ -118,7 +118,27 @@ def _peel_where(e: E.Expr, limits: _Range) -> _Peeled:
                 alive = inner.alive if inner.alive is E.TRUE else ~keep | inner.alive
                 clear = E.conjunction([keep, inner.clear])
             return _Peeled(inner.value, (*inner.masks, Mask(keep, fill.value)), inner.summed, alive, clear)
-    return _Peeled(e)
+    return _peel_choice(e, limits)
+
+
+def _peel_choice(e: E.Expr, limits: _Range) -> _Peeled:
+    """where(c, x, y) of masked logits, as concatenated masks are: the masks of x count where c holds."""
+    condition, *branches = e.args
+    yes, no = (_peel(b, limits) for b in branches)
+    if not yes.masks and not no.masks:
+        return _Peeled(e)
+
+    def unless(c: E.Expr, keep: E.Expr) -> E.Expr:
+        return keep if keep is E.TRUE else c | keep
+
+    sides = ((~condition, yes), (condition, no))
+    return _Peeled(
+        E.call("where", condition, yes.value, no.value),
+        tuple(Mask(c | m.keep, m.fill) for c, side in sides for m in side.masks),
+        yes.summed or no.summed,
+        E.conjunction([unless(c, side.alive) for c, side in sides]),
+        E.conjunction([unless(c, side.clear) for c, side in sides]),
+    )
 
 
 def _peel_add(e: E.Expr, limits: _Range) -> _Peeled:

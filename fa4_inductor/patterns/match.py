@@ -13,7 +13,7 @@ from fa4_inductor.spec import AttentionSpec
 
 ViewStep = tuple[Any, ...]
 """("permute", dims) | ("unsqueeze", dim) | ("squeeze", dim) | ("select", dim, index) | ("narrow", dim, start, length) |
-("unflatten", dim, sizes) | ("expand", sizes) | ("reshape", sizes) | ("to", dtype).
+("unflatten", dim, sizes) | ("expand", sizes) | ("reshape", sizes) | ("repeat_interleave", count, dim) | ("to", dtype).
 
 dims, dim and index are non-negative ints; sizes, start and length are ints or fx Nodes that hold a SymInt.
 In "expand", -1 keeps a dimension.
@@ -22,7 +22,10 @@ In "expand", -1 keeps a dimension.
 
 @dataclass(frozen=True)
 class Operand:
-    """`node`, then `view` applied from left to right. No step but "to" and a non-viewable "reshape" moves data."""
+    """`node`, then `view` applied from left to right.
+
+    No step but "to", "repeat_interleave" and a non-viewable "reshape" moves data.
+    """
 
     node: fx.Node
     view: tuple[ViewStep, ...] = ()

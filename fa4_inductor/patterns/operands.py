@@ -193,8 +193,8 @@ def _view_of(
         steps.extend((name, dim, *rest) for name, *rest in pieces)
         order[:0] = found
     missing = [i for i in range(4) if i not in order]
-    expands = any(roles[i].size != 1 and not roles[i].optional for i in missing)
-    if expands and (missing != [0] or key):
+    expanded = [i for i in missing if roles[i].size != 1 and not roles[i].optional]
+    if expanded and (key or not set(expanded) <= {0, 1}):
         return None
     arranged = sorted(range(len(order)), key=lambda p: order[p])  # stable: parts of a role stay in their order
     if arranged != list(range(len(order))):
@@ -202,8 +202,8 @@ def _view_of(
     if split:
         steps.append(("reshape", tuple(roles[i].size for i in range(4) if i not in missing)))
     steps.extend(("unsqueeze", i) for i in missing)
-    if expands:
-        steps.append(("expand", (space.batch, -1, -1, -1)))
+    if expanded:
+        steps.append(("expand", tuple(roles[i].size if i in expanded else -1 for i in range(4))))
     return tuple(steps), sympy.Integer(1) if 1 in missing else heads
 
 

@@ -18,7 +18,7 @@ from fa4_inductor.capture.fx_view import example, shape_exprs
 from fa4_inductor.capture.shadow import Shadow
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.patterns import masks
-from fa4_inductor.patterns.elements import Elements
+from fa4_inductor.patterns.elements import Elements, Source
 from fa4_inductor.patterns.indices import Index
 from fa4_inductor.patterns.operands import BoundOperand, Steps, bind
 from fa4_inductor.patterns.product import Found, SourceOf
@@ -100,8 +100,9 @@ class SdpaSite:
     def __init__(self, call: Call, shadow: Shadow, nodes: dict[fx.Node, fx.Node], source_of: SourceOf) -> None:
         self.call, self.nodes = call, nodes
         *lead, seqlen_q, _ = call.output_shape
-        heads = lead[-1] if len(lead) > 1 else sympy.Integer(1)
-        self.batches = tuple(lead[:-1]) if len(lead) > 1 else tuple(lead)
+        self.has_heads = len(lead) > 1 or bool(lead and call.enable_gqa)
+        heads = lead.pop() if self.has_heads else sympy.Integer(1)
+        self.batches = tuple(lead)
         seqlen_k = shape_exprs(example(call.key))[-2]
         self.space = Space(sympy.Mul(*self.batches), heads, seqlen_q, seqlen_k)
         self.ev = Elements(shadow, self.space, source_of)
@@ -109,7 +110,7 @@ class SdpaSite:
     def _lead(self, rank: int) -> Index:
         """Index of the dimensions before (S, D) of a tensor of this rank, before broadcasting."""
         batch = self.space.ranges.unmerge(self.space.b, self.batches) if self.batches else ()
-        full = (*batch, self.space.h) if len(self.call.output_shape) > 3 else batch
+        full = (*batch, self.space.h) if self.has_heads else batch
         return full[max(len(full) - (rank - 2), 0) :]
 
     def match(self) -> Found:
@@ -157,15 +158,36 @@ class SdpaSite:
         shadowed = self.nodes[node]
         shape = shape_exprs(shadowed.meta["val"])
         lead = list(broadcast(self._lead(len(shape)), shape[:-2]))
-        if key and self.call.enable_gqa and len(shape) > 3 and shape[-3] != 1:
+        if key and self.call.enable_gqa and len(shape) > 2 and shape[-3] != 1:
             lead[-1] = self.space.ranges.div(self.space.h, sympy.cancel(self.space.heads / shape[-3]))
         d = self.space.ranges.declare(feature, shape[-1])
         at = (*lead, position if shape[-2] != 1 else sympy.Integer(0), d)
-        bound = bind(self.ev, shadowed, at, position, d, key=key, scaled=feature == "d")
+        try:
+            bound = bind(self.ev, shadowed, at, position, d, key=key, scaled=feature == "d")
+        except DeclineSite as refusal:
+            source = self.ev.source_of(shadowed)
+            if refusal.reason is not DeclineReason.UNSUPPORTED_LAYOUT or source is None:
+                raise
+            bound = self._expanded(source, shadowed.meta["val"], key)
         if bound.dtype == self.call.dtype:
             return bound
         steps: Steps = (*bound.view, ("to", self.call.dtype))  # autocast
         return BoundOperand(bound.source, steps, self.call.dtype, bound.heads, bound.factors)
+
+    def _expanded(self, source: Source, tensor: torch.Tensor, key: bool) -> BoundOperand:
+        """An argument brought to (B, H, S, D) as it is, with its batch dimensions expanded and merged."""
+        shape, full = shape_exprs(tensor), len(self.call.output_shape)
+        shape = (*(sympy.Integer(1),) * (full - len(shape)), *shape)
+        heads = shape[-3] if self.has_heads else sympy.Integer(1)
+        if not key:
+            heads = self.space.heads
+        sizes = (*self.batches, heads) if self.has_heads else self.batches
+        expanded = tuple(-1 if a == b else b for a, b in zip(shape, sizes))
+        steps: Steps = (("unsqueeze", 0),) * (full - tensor.dim())
+        if set(expanded) != {-1}:
+            steps += (("expand", (*expanded, -1, -1)),)
+        steps += (("reshape", (self.space.batch, heads, *shape[-2:])),)
+        return BoundOperand(source, steps, tensor.dtype, heads)
 
     def _output_view(self) -> Steps:
         space, depth = self.space, self.call.output_shape[-1]

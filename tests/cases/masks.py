@@ -250,8 +250,29 @@ def dense_user_mask(q, k, v, keep):
     return scores_of(q, k).masked_fill(~keep, -torch.inf).softmax(-1) @ v
 
 
+def concatenated_masks(q, k, v, other):
+    """Two streams of keys (ProphetNet): a causal one and one of which each query sees its own position."""
+    i, j = arange()[:, None], arange()[None]
+    masks = [torch.where(m, 0.0, MIN).to(q.dtype) for m in (j <= i, i == j)]
+    k, v = torch.cat([k, other], 2), torch.cat([v, other], 2)
+    return (scores_of(q, k) + torch.cat(masks, 1)).softmax(-1) @ v
+
+
+def concatenated_fills(q, k, v, other):
+    """One stream is masked with -inf, the other with finfo.min: rows without keys are uniform over the second."""
+    i, j = arange()[:, None], arange()[None]
+    masks = [torch.where(m, 0.0, fill).to(q.dtype) for m, fill in ((j < i, -torch.inf), (i + j < 5, MIN))]
+    k, v = torch.cat([k, other], 2), torch.cat([v, other], 2)
+    return (scores_of(q, k) + torch.cat(masks, 1)).softmax(-1) @ v
+
+
 def _pad():
     return (padding(),)
+
+
+def _keys():
+    generator = torch.Generator().manual_seed(11)
+    return (torch.randn(BATCH, HEADS, SEQLEN, HEAD_DIM, generator=generator, dtype=torch.float64),)
 
 
 def _positions():
@@ -304,6 +325,10 @@ CASES = (
     Case("vmapped", vmapped, program(keep=_BOTH), "bool[2]", extra=_pad),
     Case("vmapped_in_place", vmapped_in_place, program(keep=_BOTH), "bool[2]", extra=_pad),
     Case("assigned_block", assigned_block),
+    Case("concatenated_masks", concatenated_masks,
+         program(keep="((kv_idx >= 24) | (kv_idx <= q_idx)) & ((kv_idx <= 23) | (kv_idx == q_idx + 24))",
+                 empty_row="mean"), extra=_keys),
+    Case("concatenated_fills", concatenated_fills, extra=_keys),
     Case("dense_user_mask", dense_user_mask, program(keep="aux0[q_idx, kv_idx]"), "bool[2]",
          extra=lambda: (lower_triangle(),)),
 )  # fmt: skip
