@@ -48,12 +48,16 @@ def _command(argv: list[str]) -> str:
     return shlex.join(["python", *kept])
 
 
-def provenance(device: str) -> dict[str, Any]:
-    """Everything a reader needs to run it again and to know what the figures hold for."""
+def provenance(device: str, command: list[str] | None = None) -> dict[str, Any]:
+    """Everything a reader needs to run it again and to know what the figures hold for.
+
+    Args:
+        command: what `python` was called with; default: this process's arguments.
+    """
     import torch
 
     facts: dict[str, Any] = {
-        "command": _command(sys.argv),
+        "command": _command(sys.argv if command is None else command),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _git_commit(),
         "python": platform.python_version(),
