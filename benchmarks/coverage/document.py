@@ -177,9 +177,8 @@ def _summary(records: Sequence[Record]) -> str:
         rows.append(row)
     columns = ["backend", "attention", "dtype", "settings", "attempted", "built", "with attention", "sites"]
     columns += ["fused", "fused, %", "all sites fused", *FAILURES]
-    note = """Attempted are all model types; built are those that run with a tiny config: of the others most are
-parts of another model or do not offer that implementation of attention. `inductor-passes` is Inductor's own
-`fuse_attention`.
+    note = """Built are the model types that run with a tiny config; of the others most are parts of another model or do
+not offer that implementation of attention. `inductor-passes` is Inductor's own `fuse_attention`.
 """
     return markdown_table(rows, columns) + "\n\n" + note
 
