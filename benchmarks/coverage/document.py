@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.results_io import ROOT, markdown_table
 
@@ -99,19 +99,25 @@ def _architectures(records: Iterable[Record]) -> list[Architecture]:
     return [Architecture(name, grouped[name]) for name in sorted(grouped)]
 
 
+def _left(record: Record) -> list[dict[str, str]]:
+    """The outcomes of what a record's graphs hold unfused."""
+    return [outcome for outcome in record.get("outcomes", []) if outcome["status"] != "fused"]
+
+
 def notes(record: Record) -> list[str]:
     """Why sites of a record are not fused, one Markdown text per reason, and its failure."""
     texts = []
     if record["status"] in FAILURES:
         what = record.get("reason") or f"error {record['rel_err']:.1e} of the largest output"
-        texts.append(f"**{record['status']}** ({record['impl']}, {record['dtype']}): {_folded(_plain(what))}")
-    left = [o for o in record.get("outcomes", []) if o["status"] != "fused"]
+        texts.append(f"**{record['status']}** ({record['impl']}, {record['dtype']}): {_folded(what, _plain)}")
+    left, missing = _left(record), (record.get("sites") or 0) - (record.get("fused") or 0)
+    besides = "" if missing > 0 else "besides the sites counted: "
     places: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for outcome in left:
         places[outcome["reason"], _without_names(outcome["detail"])].append(outcome["location"] or "unknown place")
     for (reason, detail), where in places.items():
-        texts.append(f"{len(where)} `{reason}` at {_places(where)}: {_folded(_plain(detail))}")
-    unseen = (record.get("sites") or 0) - (record.get("fused") or 0) - len(left)
+        texts.append(f"{besides}{len(where)} `{reason}` at {_places(where)}: {_folded(detail, _plain)}")
+    unseen = missing - len(left)
     if unseen > 0 and record["status"] not in FAILURES:
         breaks = f", {record['graph_breaks']} graph breaks" if record.get("graph_breaks") else ""
         texts.append(f"{unseen} in no captured graph, or not recognised as a site{breaks}")
@@ -133,20 +139,20 @@ def _without_names(detail: str) -> str:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    """Text of a table cell that is no Markdown."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
 def _code(text: str) -> str:
+    """Code of a table cell."""
     return f"`{text}`".replace("|", "\\|")
 
 
-def _folded(text: str, shown: str | None = None) -> str:
-    """`text`, or its beginning that opens to all of it."""
+def _folded(text: str, show: Callable[[str], str]) -> str:
+    """`show(text)`; of a long text the beginning, which opens to all of it."""
     if len(text) <= FOLD_CHARACTERS:
-        return shown or text
-    head = text[: FOLD_CHARACTERS - 30].rstrip("\\")
-    beginning = f"`{head} ...`" if shown else f"{head} ..."
-    return f"<details><summary>{beginning}</summary>{shown or text}</details>"
+        return show(text)
+    return f"<details><summary>{show(text[: FOLD_CHARACTERS - 30] + ' ...')}</summary>{show(text)}</details>"
 
 
 def _provenance(records: Iterable[Record]) -> str:
@@ -188,7 +194,8 @@ def _not_fused(records: Iterable[Record]) -> str:
     reasons: collections.Counter[str] = collections.Counter()
     left: dict[str, dict[str, None]] = collections.defaultdict(dict)
     for record in records:
-        reasons.update(o["reason"] for o in record.get("outcomes", []) if o["status"] != "fused")
+        if (record.get("fused") or 0) < (record.get("sites") or 0):
+            reasons.update(outcome["reason"] for outcome in _left(record))
         left[record["model"]] |= dict.fromkeys(notes(record))
     models: dict[str, list[str]] = collections.defaultdict(list)
     for model in sorted(left):
@@ -219,9 +226,9 @@ class _Programs:
         """All programs and how many architectures have them."""
         rows = []
         for text, number in self.numbers.items():
-            shown = text if text == PLAIN else _code(text)
-            rows.append(dict(id=f'<a id="{number.lower()}"></a>{number}', program=_folded(_plain(text), shown)))
-            rows[-1]["architectures"] = str(self.users[text])
+            program = text if text == PLAIN else _folded(text, _code)
+            anchor = f'<a id="{number.lower()}"></a>{number}'
+            rows.append(dict(id=anchor, program=program, architectures=str(self.users[text])))
         return markdown_table(rows, ["id", "program", "architectures"])
 
 
@@ -270,7 +277,7 @@ def _rest(architectures: Sequence[Architecture]) -> str:
             parts.append(a.name)
         else:
             shortest = min((" ".join(record["reason"].split()) for record in records), key=len)
-            failed.append(f"- {a.name}: `{shortest[:FOLD_CHARACTERS]}`")
+            failed.append(f"- {a.name}: `{shortest[:FOLD_CHARACTERS].replace('`', '')}`")
     sections = (
         (f"{len(none)} without softmax attention", ", ".join(none)),
         (f"{len(parts)} that no auto class builds: parts of other models, or not for AutoModel", ", ".join(parts)),

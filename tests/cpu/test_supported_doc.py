@@ -52,7 +52,8 @@ RECORDS = [
     unmeasured("slow", "eager", "timeout", "> 120 s"),
     record("convolution", "eager"),
     unmeasured("part", "eager", "skip", "LookupError: in no AutoModel mapping"),
-    unmeasured("odd", "eager", "skip", "RuntimeError: KeyError: 'x' |\n y"),
+    unmeasured("odd", "eager", "skip", "RuntimeError: KeyError: `x |\n y"),
+    record("linear", "eager", fused(PLAIN), declined("unsupported_op", 3, "a sum | no softmax"), sites=1),
     record("a", "eager", backend="inductor-passes", sites=1, fused=0),
     record("broken", "eager", fused(PLAIN), dtype="bfloat16", status="crash", reason="Error: no | such"),
 ]
@@ -108,10 +109,10 @@ def test_the_summary_has_a_row_per_run() -> None:
         ("inductor-passes", "eager", "float32"),
     ]
     eager = dict(zip(head, rows[1]))
-    assert eager["attempted"] == "11"
-    assert (eager["built"], eager["with attention"]) == ("8", "7")
-    assert (eager["sites"], eager["fused"], eager["fused, %"]) == ("12", "9", "75.0")
-    assert (eager["all sites fused"], eager["wrong"], eager["crash"], eager["timeout"]) == ("6", "1", "0", "1")
+    assert eager["attempted"] == "12"
+    assert (eager["built"], eager["with attention"]) == ("9", "8")
+    assert (eager["sites"], eager["fused"], eager["fused, %"]) == ("13", "10", "76.9")
+    assert (eager["all sites fused"], eager["wrong"], eager["crash"], eager["timeout"]) == ("7", "1", "0", "1")
 
 
 def test_says_when_with_what_and_how() -> None:
@@ -143,6 +144,8 @@ def test_what_is_not_fused_has_its_reason_and_place() -> None:
     text = document.render(RECORDS)
     left = section(text, "Not fused")
     assert "| `probs_escape` | 2 |" in left
+    assert "| `unsupported_op`" not in left  # "linear" has all of its sites fused
+    assert cells(text, "linear")[-1] == "besides the sites counted: 1 `unsupported_op` at m.py:3: a sum \\| no softmax"
     why = "2 `probs_escape` at m.py:7, 9: p is also used by add<br>1 in no captured graph, or not recognised as a site"
     assert f"| [left](#model-left) | {why} |" in left
     assert cells(text, "left") == ["LeftModel", "1/4", "", cells(text, "left")[3], why]
@@ -159,7 +162,7 @@ def test_what_was_not_measured_is_listed() -> None:
     rest = section(document.render(RECORDS), "Without attention, and not measured")
     assert "1 without softmax attention</summary>\n\nconvolution\n" in rest
     assert "not for AutoModel</summary>\n\npart\n" in rest
-    assert "- odd: `RuntimeError: KeyError: 'x' | y`" in rest
+    assert "- odd: `RuntimeError: KeyError: x | y`" in rest
 
 
 def test_the_last_record_of_a_measurement_counts() -> None:
