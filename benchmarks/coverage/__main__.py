@@ -36,6 +36,7 @@ from .backends import resolve  # noqa: E402
 from .configs import COMMON, model_types  # noqa: E402
 from .measure import Job, Record, isolated, key_of, prepare  # noqa: E402
 
+_COUNTS = {"sites": "sites", "fused": "fused", "left": "left", "breaks": "graph_breaks"}
 _STYLES = {"ok": "green", "skip": "dim", "stochastic": "yellow"}
 
 
@@ -86,9 +87,6 @@ def line(record: Record) -> str:
     counts = " ".join(f"{name} {record.get(field, '-')}" for name, field in _COUNTS.items())
     head = f"{record['status']:10} {record['model']:28} {record['impl']:5} {counts} rel {error:.1e} {record['wall_s']}s"
     return f"{head} {' '.join(record.get('reason', '').split())[:110]}".rstrip()
-
-
-_COUNTS = {"sites": "sites", "fused": "fused", "left": "left", "breaks": "graph_breaks"}
 
 
 def measure_all(todo: list[Job], workers: int, out: Path | None, command: list[str]) -> list[Record]:

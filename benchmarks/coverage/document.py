@@ -172,9 +172,9 @@ def _provenance(records: Iterable[Record]) -> str:
 def _summary(records: Sequence[Record]) -> str:
     rows = []
     runs = sorted(by_run(records).items(), key=lambda run: (run[0][1] != "fa4", run[0]))
-    for (impl, backend, dtype, padding, cache, _, options), totals in runs:
+    for (impl, backend, dtype, padding, cache, compile_with, options), totals in runs:
         statuses = totals.statuses()
-        settings = ", ".join(part for part in (f"padding {padding}", cache, options) if part)
+        settings = ", ".join(part for part in (f"padding {padding}", cache, f"compile {compile_with}", options) if part)
         row: dict[str, object] = dict(backend=backend, attention=impl, dtype=dtype, settings=settings)
         row |= dict(attempted=len(totals.records), built=len(totals.built), sites=totals.total("sites"))
         row |= {"with attention": len(totals.with_attention), "fused": totals.total("fused")}

@@ -79,11 +79,16 @@ def text(records: Iterable[Record]) -> str:
     return "\n\n".join(_run_text(key, totals) for key, totals in by_run(records).items())
 
 
+def _title(impl: str, backend: str, dtype: str, padding: str, cache: str, compile_with: str, options: str) -> str:
+    parts = [backend, options, f"compile {compile_with}", f"attention {impl}", dtype, f"padding {padding}", cache]
+    return ", ".join(filter(None, parts))
+
+
 def _run_text(key: tuple[str, ...], totals: Totals) -> str:
     softmaxes, calls = totals.total("sites_softmax"), totals.total("sites_sdpa")
     broken = sum(bool(r.get("graph_breaks")) for r in totals.with_attention)
     lines = [
-        f"{' / '.join(filter(None, key))}: attempted {len(totals.records)}, built {len(totals.built)}, "
+        f"{_title(*key)}: attempted {len(totals.records)}, built {len(totals.built)}, "
         f"with attention {len(totals.with_attention)}",
         f"  sites {totals.total('sites')} (softmax {softmaxes}, sdpa {calls}), fused {totals.total('fused')} = "
         f"{totals.fused_percent:.1f}%; models fully fused {totals.fully_fused}, partly {totals.partly_fused}",
