@@ -29,6 +29,7 @@ from fa4_inductor.errors import DeclineReason, DeclineSite
 
 MAX_CONTRACTIONS = 2
 MAX_NODES = 4000
+_CONSTANTS = (bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclass(frozen=True)
@@ -40,33 +41,47 @@ class Slice:
     roots: tuple[fx.Node, ...]
 
     def key(self) -> tuple:
-        """Equal for slices with the same structure, dtypes, shapes and constants: they have the same shadow."""
+        """Equal for slices that replay alike: same calls with the same constants in the same order, leaves of the same
+        kind, and the same of them one object. All that a shadow is made from (docs/decisions/0006)."""
         number = {n: i for i, n in enumerate(self.nodes)}
+        first: dict[int, int] = {}
         parts: list[Any] = [tuple(number[r] for r in self.roots)]
-        for node in self.nodes:
+        for i, node in enumerate(self.nodes):
             if node in self.leaves:
-                parts.append(("leaf", _value_key(example(node))))
+                parts.append(("leaf", value_key(example(node)), first.setdefault(id(example(node)), i)))
             else:
-                parts.append((node.op, node.target, _arg_key(node.args, number), _arg_key(node.kwargs, number)))
+                parts.append((node.op, node.target, arg_key(node.args, number), arg_key(node.kwargs, number)))
         return tuple(parts)
 
 
-def _value_key(value: Any) -> Any:
+def value_key(value: Any) -> Any:
+    """What a trace can see of a leaf: kind, shape and strides of a tensor, the expression of a number."""
     if isinstance(value, torch.Tensor):
-        return (value.dtype, tuple(map(str, value.shape)), tuple(map(str, value.stride())), str(value.device))
-    return (type(value).__name__, str(value))
+        dense = value.layout is torch.strided
+        strides = tuple(map(_number_key, value.stride())) if dense else value.layout
+        return (value.dtype, tuple(map(_number_key, value.shape)), strides, value.device)
+    if isinstance(value, tuple | list):
+        return (type(value), *map(value_key, value))
+    return (type(value), str(value))
 
 
-def _arg_key(arg: Any, number: dict[fx.Node, int]) -> Any:
+def _number_key(size: int | torch.SymInt) -> int | str:
+    return size if isinstance(size, int) else str(size)
+
+
+def arg_key(arg: Any, number: dict[fx.Node, int]) -> Any:
+    """An argument with numbers for nodes. Equal constants of different types differ: x[(0, 1)] is not x[[0, 1]]."""
     if isinstance(arg, fx.Node):
         return ("node", number[arg])
     if isinstance(arg, tuple | list):
-        return tuple(_arg_key(a, number) for a in arg)
+        return (isinstance(arg, tuple), *(arg_key(a, number) for a in arg))
     if isinstance(arg, dict):
-        return tuple((k, _arg_key(v, number)) for k, v in arg.items())
+        return tuple((k, arg_key(v, number)) for k, v in arg.items())
     if isinstance(arg, slice):
-        return ("slice", *(_arg_key(a, number) for a in (arg.start, arg.stop, arg.step)))
-    return (type(arg).__name__, str(arg))
+        return ("slice", *(arg_key(a, number) for a in (arg.start, arg.stop, arg.step)))
+    if isinstance(arg, float):
+        return (float, repr(arg))  # 0.0 and -0.0 are equal, and nan is not
+    return (type(arg), arg if isinstance(arg, _CONSTANTS) else id(arg))
 
 
 def is_opaque(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from fa4_inductor.capture.fx_view import example, is_mutation, location, size_ex
 from fa4_inductor.capture.shadow import Shadow
 from fa4_inductor.capture.slice import GraphIndex, Slice
 from fa4_inductor.errors import DeclineReason, DeclineSite
-from fa4_inductor.patterns.elements import AuxTensor, Source
+from fa4_inductor.patterns.elements import AuxTensor
 from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep
 from fa4_inductor.patterns.operands import BoundOperand, Steps
 from fa4_inductor.patterns.product import Found
@@ -50,8 +51,8 @@ class GraphFacts:
         return node if node is not None and self.index.order[node] < self.index.order[site] else None
 
 
-def bind_match(found: Found, facts: GraphFacts, site: fx.Node, piece: Slice) -> AttentionMatch:
-    """The match with its nodes.
+def bind_match(found: Found, facts: GraphFacts, site: fx.Node, nodes: Sequence[fx.Node]) -> AttentionMatch:
+    """The match with its nodes: `nodes[source]` is a captured tensor of `found`.
 
     Raises:
         DeclineSite: UNSUPPORTED_SHAPE when a run-time size has no node, UNSUPPORTED_DTYPE for operands without a
@@ -63,14 +64,14 @@ def bind_match(found: Found, facts: GraphFacts, site: fx.Node, piece: Slice) -> 
     out_dtype = example(site).dtype
     dtype = _common_dtype(found)
     operands = (found.q, *_same_heads(found.k, found.v))
-    q, k, v = (_operand(o, dtype, facts, site, piece) for o in operands)
+    q, k, v = (_operand(o, dtype, facts, site, nodes) for o in operands)
     sizes = []
     for symbol in found.symbols:
         size = facts.size(symbol, site)
         if size is None:
             raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"no node holds the run-time size {symbol}")
         sizes.append(size)
-    aux = tuple(_aux(found.aux[slot], facts, site, piece) for slot in kept)
+    aux = tuple(_aux(found.aux[slot], facts, site, nodes) for slot in kept)
     view = _steps(found.output_view, facts, site)
     return AttentionMatch(spec, q, k, v, aux, tuple(sizes), site, view, out_dtype, location(site))
 
@@ -111,17 +112,15 @@ def _repeated(o: BoundOperand, heads: sympy.Expr) -> BoundOperand:
     return replace(o, view=(*o.view, step), heads=heads)
 
 
-def _operand(o: BoundOperand, dtype: torch.dtype, facts: GraphFacts, site: fx.Node, piece: Slice) -> Operand:
+def _operand(
+    o: BoundOperand, dtype: torch.dtype, facts: GraphFacts, site: fx.Node, nodes: Sequence[fx.Node]
+) -> Operand:
     steps = _steps(o.view, facts, site)
-    return Operand(_node_of(o.source, piece), steps if o.dtype == dtype else (*steps, ("to", dtype)))
+    return Operand(nodes[o.source], steps if o.dtype == dtype else (*steps, ("to", dtype)))
 
 
-def _aux(a: AuxTensor, facts: GraphFacts, site: fx.Node, piece: Slice) -> Operand:
-    return Operand(_node_of(a.source, piece), _steps(a.view, facts, site))
-
-
-def _node_of(source: Source, piece: Slice) -> fx.Node:
-    return source if isinstance(source, fx.Node) else piece.nodes[source]
+def _aux(a: AuxTensor, facts: GraphFacts, site: fx.Node, nodes: Sequence[fx.Node]) -> Operand:
+    return Operand(nodes[a.source], _steps(a.view, facts, site))
 
 
 def _steps(steps: Steps, facts: GraphFacts, site: fx.Node) -> tuple[ViewStep, ...]:

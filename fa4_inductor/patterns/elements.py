@@ -43,8 +43,8 @@ CONTRACTION_OPS = {aten.bmm.default, aten.mm.default, aten.baddbmm.default}
 MUTATED = "a tensor is written between the place where it is read and the attention"
 
 
-Source: TypeAlias = int | fx.Node
-"""A captured tensor: its position in the slice under analysis (so that equal slices share results), or its node."""
+Source: TypeAlias = int
+"""A captured tensor by its position in the slice under analysis, so that equal slices share results."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import fx
 
 from fa4_inductor.capture.fx_view import example, shape_exprs
 from fa4_inductor.capture.shadow import Shadow, trace
-from fa4_inductor.capture.slice import GraphIndex, Slice, backward_slice
+from fa4_inductor.capture.slice import GraphIndex, Slice, arg_key, backward_slice, value_key
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.normalize import normalize
 from fa4_inductor.patterns import masks
@@ -42,6 +42,25 @@ class FlexCall:
         self.scale = float(example(scale) if isinstance(scale, fx.Node) else scale)
         self.score_buffers = tuple(values.get("score_buffers", ()))
         self.mask_buffers = tuple(values.get("mask_buffers", ()))
+        self.buffers = tuple(n for n in (*self.score_buffers, *self.mask_buffers) if isinstance(n, fx.Node))
+
+    def structure(self) -> tuple:
+        """Equal for calls that differ in q, k, v and the block lists only; buffers are compared by their values' kind
+        and by which of them are the same tensor."""
+        buffers = (*self.score_buffers, *self.mask_buffers)
+        number = {node: i for i, node in reversed(list(enumerate(self.buffers)))}
+        values = tuple(value_key(example(n)) for n in self.buffers)
+        mods = (mod_slice(self.score_mod).key(), mod_slice(self.mask_mod).key())
+        blocks = (self.block_q, self.block_kv)
+        given = (self.scale, len(self.score_buffers), arg_key(buffers, number), arg_key(blocks, number), values)
+        return (*given, example(self.query).dtype, *mods)
+
+
+def mod_slice(mod: fx.GraphModule) -> Slice:
+    """A whole mod graph as a slice; its leaves are its arguments and captured tensors."""
+    nodes = tuple(n for n in mod.graph.nodes if n.op != "output")
+    (root,) = [r for r in _flat(mod.graph.output_node().args[0]) if isinstance(r, fx.Node)]
+    return Slice(nodes, frozenset(n for n in nodes if n.op in ("placeholder", "get_attr")), (root,))
 
 
 def _subgraph(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
@@ -63,10 +82,13 @@ def output_of(node: fx.Node, live: set[fx.Node]) -> fx.Node | None:
 
 
 class FlexSite:
-    """One flex_attention call. `nodes` maps the operands to the shadow of `piece`."""
+    """One flex_attention call on the shadow of its operands. `lists` is `one_block_lists` of it.
 
-    def __init__(self, call: FlexCall, piece: Slice, shadow: Shadow, source_of: SourceOf, graph: GraphIndex) -> None:
-        self.call, self.piece, self.shadow, self.graph = call, piece, shadow, graph
+    Sources are positions in `piece.nodes`, followed by `call.buffers`.
+    """
+
+    def __init__(self, call: FlexCall, piece: Slice, shadow: Shadow, source_of: SourceOf, lists: Slice | None) -> None:
+        self.call, self.piece, self.shadow, self.lists = call, piece, shadow, lists
         q, k = (shape_exprs(example(n)) for n in (call.query, call.key))
         if len(q) != 4:
             raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"query of rank {len(q)}")
@@ -112,36 +134,39 @@ class FlexSite:
 
     def _evaluate(self, mod: fx.GraphModule, values: list[E.Expr], buffers: tuple[Any, ...]) -> E.Expr:
         """Value of a mod graph for symbolic arguments; its captured tensors are aux loads."""
-        nodes = tuple(n for n in mod.graph.nodes if n.op != "output")
-        placeholders = [n for n in nodes if n.op == "placeholder"]
-        (root,) = [r for r in _flat(mod.graph.output_node().args[0]) if isinstance(r, fx.Node)]
-        leaves = frozenset(n for n in nodes if n.op in ("placeholder", "get_attr"))
-        shadow = normalize(trace(Slice(nodes, leaves, (root,))))
-        position = {n: i for i, n in enumerate(nodes)}
+        piece = mod_slice(mod)
+        placeholders = [n for n in piece.nodes if n.op == "placeholder"]
+        shadow = normalize(trace(piece))
+        position = {n: i for i, n in enumerate(piece.nodes)}
         inputs = dict(zip(placeholders[len(values) :], buffers))
         given = {shadow.value[position[p]]: e for p, e in zip(placeholders, values)}
-        captured = {shadow.value[position[p]]: b for p, b in inputs.items() if position[p] in shadow.value}
+        source = {b: len(self.piece.nodes) + i for i, b in enumerate(self.call.buffers)}
+        captured = {shadow.value[position[p]]: source.get(b) for p, b in inputs.items() if position[p] in shadow.value}
         ev = Elements(shadow, self.space, captured.get, given=given, aux=self.aux)
-        return ev.value(shadow.value[position[root]], ())
+        return ev.value(shadow.value[position[piece.roots[0]]], ())
 
     def _check_lists(self) -> None:
         """The block lists of a mask that keeps everything must name the one block there is."""
-        counts, blocks = self.call.lists[2:4]
-        sizes = [b if isinstance(b, int) else 0 for b in (self.call.block_q, self.call.block_kv)]
-        if min(sizes) >= UNBOUNDED_BLOCK and _is_one_block(counts, blocks, self.graph):
-            return
-        raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "sparsity that only the block lists of the mask hold")
+        if self.lists is None or not _is_one_block(self.lists):
+            raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "sparsity that only the block lists of the mask hold")
 
 
-def _is_one_block(counts: fx.Node, blocks: fx.Node, graph: GraphIndex) -> bool:
+def one_block_lists(call: FlexCall, graph: GraphIndex) -> Slice | None:
+    """The slice of kv_num_blocks and kv_indices; None where the block size says that there may be several blocks."""
+    sizes = [b if isinstance(b, int) else 0 for b in (call.block_q, call.block_kv)]
+    if min(sizes) < UNBOUNDED_BLOCK:
+        return None
+    counts, blocks = call.lists[2:4]
+    return backward_slice([counts, blocks], max(counts, blocks, key=graph.order.__getitem__), graph)
+
+
+def _is_one_block(piece: Slice) -> bool:
     """kv_num_blocks = [[[1]]] and kv_indices = [[[[0]]]], as graph constants."""
-    last = max(counts, blocks, key=graph.order.__getitem__)
-    piece = backward_slice([counts, blocks], last, graph)
     shadow = normalize(trace(piece))
     one = sympy.Integer(1)
     ev = Elements(shadow, Space(one, one, one, one), lambda node: None)
     values = []
-    for node in (counts, blocks):
+    for node in piece.roots:
         shadowed = shadow.value[piece.nodes.index(node)]
         shape = shape_exprs(shadowed.meta["val"])
         if any(n != 1 for n in shape):

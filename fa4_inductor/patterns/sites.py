@@ -19,7 +19,7 @@ from fa4_inductor.capture.slice import Slice, backward_slice, has_softmax_above
 from fa4_inductor.errors import Declined, DeclineReason, DeclineSite
 from fa4_inductor.normalize import normalize
 from fa4_inductor.patterns.binding import GraphFacts, bind_match, check_escape
-from fa4_inductor.patterns.flex import FlexCall, FlexSite, output_of
+from fa4_inductor.patterns.flex import FlexCall, FlexSite, one_block_lists, output_of
 from fa4_inductor.patterns.match import AttentionMatch, Site
 from fa4_inductor.patterns.product import Found, ProductSite, SourceOf, core_of, head_counts
 from fa4_inductor.patterns.sdpa import SdpaSite, read_call
@@ -100,10 +100,17 @@ def _match_flex(search: _Search, node: fx.Node) -> AttentionMatch | None:
     if output is None:
         return None
     call = FlexCall(search.module, node)
-    piece = backward_slice([call.query, call.key, call.value], node, search.facts.index)
-    shadow = search.shadow(piece, ("flex", piece.key()))
-    found = FlexSite(call, piece, shadow, source_of(shadow, -1), search.facts.index).match()
-    return bind_match(found, search.facts, output, piece)
+    index = search.facts.index
+    piece, lists = backward_slice([call.query, call.key, call.value], node, index), one_block_lists(call, index)
+    key = ("flex", piece.key(), call.structure(), lists.key() if lists is not None else None)
+
+    def read() -> Found:
+        shadow = search.shadow(piece, key)
+        return FlexSite(call, piece, shadow, source_of(shadow, -1), lists).match()
+
+    found = search.once(key, read)
+    assert found is not None
+    return bind_match(found, search.facts, output, (*piece.nodes, *call.buffers))
 
 
 def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:
@@ -120,7 +127,7 @@ def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:
 
     found = search.once(key, read)
     assert found is not None
-    return bind_match(found, search.facts, node, piece)
+    return bind_match(found, search.facts, node, piece.nodes)
 
 
 def _match_product(search: _Search, node: fx.Node) -> AttentionMatch | None:
@@ -132,7 +139,7 @@ def _match_product(search: _Search, node: fx.Node) -> AttentionMatch | None:
     assert found.scores is not None
     shadow = search.shadow(piece, key)
     check_escape(piece, shadow, found.scores, node, search.facts)
-    return bind_match(found, search.facts, node, piece)
+    return bind_match(found, search.facts, node, piece.nodes)
 
 
 def _read_product(shadow: Shadow, position: int) -> Found | None:
