@@ -79,8 +79,9 @@ class Architecture:
 
     @property
     def listed(self) -> bool:
-        """Whether any of its records counts a site, or tells of a failure."""
-        return any(record.get("sites") or record["status"] in FAILURES for record in self.records.values())
+        """Whether any of its records has a site, or tells of a failure."""
+        records = self.records.values()
+        return any(r.get("sites") or r.get("fused") or r["status"] in FAILURES for r in records)
 
     def cell(self, impl: str) -> str:
         """`fused/sites` of one implementation of attention."""
@@ -117,6 +118,8 @@ def notes(record: Record) -> list[str]:
         places[outcome["reason"], _without_names(outcome["detail"])].append(outcome["location"] or "unknown place")
     for (reason, detail), where in places.items():
         texts.append(f"{besides}{len(where)} `{reason}` at {_places(where)}: {_folded(detail, _plain)}")
+    if missing < 0:
+        texts.append(f"{-missing} more than counted: only softmax ops and fused calls are")
     unseen = missing - len(left)
     if unseen > 0 and record["status"] not in FAILURES:
         breaks = f", {record['graph_breaks']} graph breaks" if record.get("graph_breaks") else ""
@@ -177,7 +180,7 @@ def _summary(records: Sequence[Record]) -> str:
         settings = ", ".join(part for part in (f"padding {padding}", cache, f"compile {compile_with}", options) if part)
         row: dict[str, object] = dict(backend=backend, attention=impl, dtype=dtype, settings=settings)
         row |= dict(attempted=len(totals.records), built=len(totals.built), sites=totals.total("sites"))
-        row |= {"with attention": len(totals.with_attention), "fused": totals.total("fused")}
+        row |= {"with attention": len(totals.with_attention), "fused": totals.fused}
         row |= {"fused, %": f"{totals.fused_percent:.1f}", "all sites fused": totals.fully_fused}
         row |= {name: statuses[name] for name in FAILURES}
         rows.append(row)

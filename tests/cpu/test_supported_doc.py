@@ -51,6 +51,7 @@ RECORDS = [
     record("broken", "eager", fused(PLAIN), status="wrong", rel_err=0.5),
     unmeasured("slow", "eager", "timeout", "> 120 s"),
     record("convolution", "eager"),
+    record("by_hand", "eager", fused(PLAIN), fused(CAUSAL), sites=0),
     unmeasured("part", "eager", "skip", "LookupError: in no AutoModel mapping"),
     unmeasured("odd", "eager", "skip", "RuntimeError: KeyError: `x |\n y"),
     record("linear", "eager", fused(PLAIN), declined("unsupported_op", 3, "a sum | no softmax"), sites=1),
@@ -109,8 +110,8 @@ def test_the_summary_has_a_row_per_run() -> None:
         ("inductor-passes", "eager", "float32"),
     ]
     eager = dict(zip(head, rows[1]))
-    assert eager["attempted"] == "12"
-    assert (eager["built"], eager["with attention"]) == ("9", "8")
+    assert eager["attempted"] == "13"
+    assert (eager["built"], eager["with attention"]) == ("10", "8")
     assert (eager["sites"], eager["fused"], eager["fused, %"]) == ("13", "10", "76.9")
     assert (eager["all sites fused"], eager["wrong"], eager["crash"], eager["timeout"]) == ("7", "1", "0", "1")
 
@@ -152,6 +153,15 @@ def test_what_is_not_fused_has_its_reason_and_place() -> None:
     assert "**wrong** (eager, float32): error 5.0e-01" in cells(text, "broken")[-1]
     assert "**crash** (eager, bfloat16): Error: no \\| such" in left
     assert cells(text, "slow")[1] == "timeout"
+
+
+def test_a_site_that_was_not_counted_makes_up_for_none() -> None:
+    text = document.render(RECORDS)
+    assert cells(text, "by_hand")[1::3] == ["2/0", "2 more than counted: only softmax ops and fused calls are"]
+    text = document.render(
+        [record("a", "eager", *[fused(PLAIN)] * 3, sites=1), record("b", "eager", fused(PLAIN), sites=3)]
+    )
+    assert "| 4 | 2 | 50.0 |" in section(text, "Summary")
 
 
 def test_nothing_left_is_said() -> None:
