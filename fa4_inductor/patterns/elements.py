@@ -191,10 +191,13 @@ class Elements:
         free = {s for i in index for s in i.free_symbols}
         needed = {s for s in free if str(s) in e.free or s not in self.space.ranges.sizes}
         fixed = tuple(i if i.free_symbols <= needed else i.subs(dict.fromkeys(free - needed, 0)) for i in index)
-        return self.load(node, fixed)
+        return self.load(node, fixed, batched="b" in e.free)
 
-    def load(self, node: fx.Node, index: Index) -> E.Expr:
+    def load(self, node: fx.Node, index: Index, batched: bool = True) -> E.Expr:
         """Element of a captured tensor, in an aux slot.
+
+        Args:
+            batched: the leading dimension may be the batch where both have size 1.
 
         Raises:
             DeclineSite: UNSUPPORTED_OP (DROPOUT where it is drawn at random) if no captured node holds the tensor,
@@ -210,21 +213,31 @@ class Elements:
         tensor = node.meta["val"]
         kind_of(tensor.dtype)
         steps: list[tuple[Any, ...]] = []
-        indices: list[sympy.Expr] = []
+        indices: list[E.Expr] = []
         for dim in range(len(index) - 1, -1, -1):
             e = index[dim]
-            if e.is_Integer and e >= 0:
+            if dim == 0 and batched and self._is_batch_of_one(tensor):
+                indices.insert(0, E.index("b"))
+            elif e.is_Integer and e >= 0:
                 steps.append(("select", dim, int(e)))
             elif self._is_batch_times_heads(e, shape_exprs(tensor)[dim]):
                 steps.append(("unflatten", dim, (self.space.batch, self.space.heads)))
-                indices[:0] = [self.space.b, self.space.h]
+                indices[:0] = [self.space.to_expr(self.space.b), self.space.to_expr(self.space.h)]
             else:
-                indices.insert(0, e)
+                indices.insert(0, self.space.to_expr(e))
         entry = AuxTensor(source, tuple(steps), tensor.dtype, len(indices))
         if entry not in self.aux:
             self.aux.append(entry)
-        args = tuple(self.space.to_expr(i) for i in indices)
-        return E.load(self.aux.index(entry), args, kind_of(tensor.dtype))
+        return E.load(self.aux.index(entry), tuple(indices), kind_of(tensor.dtype))
+
+    def _is_batch_of_one(self, tensor: torch.Tensor) -> bool:
+        """Index the leading dimension by `b`, which is 0, so that a larger batch has the same program.
+
+        Only for masks and ids, which mostly have a batch dimension: a float tensor is more often a parameter that is
+        broadcast over it, a single number a length that all rows share.
+        """
+        one_row = tensor.ndim > 1 and shape_exprs(tensor)[0] == 1
+        return self.space.batch == 1 and one_row and kind_of(tensor.dtype) is not Kind.FLOAT
 
     def _is_batch_times_heads(self, e: sympy.Expr, size: sympy.Expr) -> bool:
         space = self.space

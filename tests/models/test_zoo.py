@@ -66,6 +66,18 @@ def test_a_batch_of_one_keeps_its_heads(name: str) -> None:
         assert (call.q.shape[:2], call.k.shape[:2]) == ((1, 4), (1, 2))
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_a_batch_of_one_has_the_programs_of_any_batch(name: str) -> None:
+    """Dynamo makes a graph of its own for it; the kernels are the same ones."""
+    case = model_zoo.build(name)
+    run = fused(case.model, dynamic=True, implementation="reference")
+    assert error(case.resized(3, 65), run.model).ok
+    programs = {call.program for call in run.calls}
+    assert error(case.resized(1, 96), run.model).ok
+    assert run.graphs == 2
+    assert {call.program for call in run.calls} == programs
+
+
 def test_through_inductor() -> None:
     case = model_zoo.build("llama")
     result = error(case, torch.compile(case.model, backend="fa4"))
