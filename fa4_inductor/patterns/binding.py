@@ -21,7 +21,7 @@ from fa4_inductor.patterns.operands import BoundOperand, Steps
 from fa4_inductor.patterns.product import Found
 from fa4_inductor.spec import AttentionSpec, verify
 from fa4_inductor.spec.expr import walk
-from fa4_inductor.spec.simplify import drop_unused_aux, simplify_spec
+from fa4_inductor.spec.simplify import drop_unused_aux, drop_unused_sizes, simplify_spec
 
 
 @dataclass
@@ -59,6 +59,7 @@ def bind_match(found: Found, facts: GraphFacts, site: fx.Node, nodes: Sequence[f
             common floating dtype or constants beyond float32.
     """
     spec, kept = drop_unused_aux(simplify_spec(found.spec))
+    spec, used = drop_unused_sizes(spec)
     verify(spec)
     _check_constants(spec)
     out_dtype = example(site).dtype
@@ -66,7 +67,7 @@ def bind_match(found: Found, facts: GraphFacts, site: fx.Node, nodes: Sequence[f
     operands = (found.q, *_same_heads(found.k, found.v))
     q, k, v = (_operand(o, dtype, facts, site, nodes) for o in operands)
     sizes = []
-    for symbol in found.symbols:
+    for symbol in (found.symbols[i] for i in used):
         size = facts.size(symbol, site)
         if size is None:
             raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"no node holds the run-time size {symbol}")

@@ -292,8 +292,7 @@ def simplify_spec(spec: AttentionSpec, ranges: dict[str, Range] | None = None) -
 
 def drop_unused_aux(spec: AttentionSpec) -> tuple[AttentionSpec, tuple[int, ...]]:
     """The spec with the aux slots it reads, renumbered by first use, and the old slot of each."""
-    roots = [spec.keep, spec.score] + ([spec.sink] if spec.sink is not None else [])
-    kept = tuple(dict.fromkeys(n.value for root in roots for n in E.walk(root) if n.op == "load"))
+    kept = tuple(dict.fromkeys(n.value for root in _programs(spec) for n in E.walk(root) if n.op == "load"))
     if kept == tuple(range(len(spec.aux))):
         return spec, kept
 
@@ -304,13 +303,26 @@ def drop_unused_aux(spec: AttentionSpec) -> tuple[AttentionSpec, tuple[int, ...]
             done[node] = E.load(kept.index(node.value), args, node.kind) if node.op == "load" else E.rebuild(node, args)
         return done[root]
 
-    return dataclasses.replace(
-        spec,
-        score=renumber(spec.score),
-        keep=renumber(spec.keep),
-        sink=None if spec.sink is None else renumber(spec.sink),
-        aux=tuple(spec.aux[slot] for slot in kept),
-    ), kept
+    return dataclasses.replace(_mapped(spec, renumber), aux=tuple(spec.aux[slot] for slot in kept)), kept
+
+
+def drop_unused_sizes(spec: AttentionSpec) -> tuple[AttentionSpec, tuple[int, ...]]:
+    """The spec with the run-time integers it uses, renumbered by first use, and the old number of each."""
+    names = (n.value for n in E.walk(*_programs(spec)) if n.op == "size" and n.value not in E.LENGTH_NAMES)
+    kept = tuple(int(name.removeprefix("size")) for name in names)
+    renamed = {E.size(f"size{old}"): E.size(f"size{new}") for new, old in enumerate(kept)}
+    if kept != tuple(range(spec.num_sizes)):
+        spec = dataclasses.replace(_mapped(spec, lambda root: E.substitute(root, renamed)), num_sizes=len(kept))
+    return spec, kept
+
+
+def _programs(spec: AttentionSpec) -> list[E.Expr]:
+    return [spec.keep, spec.score] + ([spec.sink] if spec.sink is not None else [])
+
+
+def _mapped(spec: AttentionSpec, change: Callable[[E.Expr], E.Expr]) -> AttentionSpec:
+    sink = None if spec.sink is None else change(spec.sink)
+    return dataclasses.replace(spec, score=change(spec.score), keep=change(spec.keep), sink=sink)
 
 
 def _score_factor(e: E.Expr) -> tuple[float, E.Expr]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fa4_inductor.spec import AttentionSpec, AuxSpec, Kind, parse_expr
 from fa4_inductor.spec import expr as E
 from fa4_inductor.spec.interpret import Env, evaluate, grid
-from fa4_inductor.spec.simplify import drop_unused_aux, simplify, simplify_spec
+from fa4_inductor.spec.simplify import drop_unused_aux, drop_unused_sizes, simplify, simplify_spec
 
 AUX = (AuxSpec("bool", 2), AuxSpec("float32", 1), AuxSpec("int64", 2))
 B, H, SQ, SK = 2, 3, 5, 6
@@ -130,3 +130,11 @@ def test_constant_score_factor_moves_into_the_scale() -> None:
 def test_unused_aux_are_dropped_and_renumbered() -> None:
     spec, kept = drop_unused_aux(AttentionSpec(1.0, parse_expr("score + aux1[h]", AUX), aux=AUX))
     assert (kept, str(spec.score), spec.aux) == ((1,), "score + aux0[h]", (AUX[1],))
+
+
+def test_unused_sizes_are_dropped_and_renumbered() -> None:
+    keep = parse_expr("(kv_idx <= q_idx + size2) & (kv_idx >= seqlen_k - size0)")
+    spec, kept = drop_unused_sizes(AttentionSpec(1.0, keep=keep, num_sizes=3))
+    assert (kept, spec.num_sizes) == ((2, 0), 2)
+    assert str(spec.keep) == "(kv_idx <= q_idx + size0) & (kv_idx >= seqlen_k - size1)"
+    assert drop_unused_sizes(AttentionSpec(1.0, num_sizes=1)) == (AttentionSpec(1.0), ())
