@@ -28,11 +28,12 @@ warnings.filterwarnings("ignore")
 import transformers  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: E402
+from torch._dynamo.exc import InvalidBackend  # noqa: E402
 
 from benchmarks import results_io  # noqa: E402
 
 from . import document, summary  # noqa: E402
-from .backends import resolve  # noqa: E402
+from .backends import EAGER, resolve  # noqa: E402
 from .configs import COMMON, model_types  # noqa: E402
 from .measure import Job, Record, isolated, key_of, prepare  # noqa: E402
 
@@ -48,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     )
     arg = top.add_argument
     arg("--backend", default="fa4", help="fa4, inductor, inductor-passes, one that Dynamo knows, or module:attribute")
-    arg("--compile", choices=("eager", "inductor"), help="what runs fa4's graphs (default: eager for fa4)")
+    arg("--compile", choices=("eager", "inductor"), help="what runs the graphs (default: eager where it can)")
     arg("--options", help="key=value,... for the backend (default for fa4: fa4.implementation=reference)")
     arg("--models", default="all", help="comma-separated model types, common, or all (default)")
     arg("--impl", default="eager", help="comma-separated attention implementations: eager,sdpa")
@@ -64,13 +65,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
-    """Every measurement asked for. Raises what `resolve` raises for a backend that is none."""
-    names = {"all": model_types, "common": lambda: COMMON}.get(args.models, lambda: args.models.split(","))()
+    """Every measurement asked for. Raises `ValueError` for a model type that is none, and what `resolve` raises."""
+    known = model_types()
+    names = {"all": known, "common": COMMON}.get(args.models) or args.models.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"transformers {transformers.__version__} has no model type {', '.join(unknown)}")
     is_fa4 = args.backend == "fa4"
     options = args.options if args.options is not None else "fa4.implementation=reference" if is_fa4 else ""
     common = dict(
         backend=args.backend,
-        compile=args.compile or ("eager" if is_fa4 else "inductor"),
+        compile=args.compile or ("eager" if args.backend in EAGER else "inductor"),
         options=dict(pair.split("=", 1) for pair in options.split(",") if pair),
         dtype=args.dtype,
         padding=args.padding,
@@ -120,7 +124,10 @@ def main(argv: list[str]) -> int:
         return 0
     transformers.logging.set_verbosity_error()
     known = summary.read([args.out]) if args.out and args.out.exists() else []
-    wanted = jobs(args)
+    try:
+        wanted = jobs(args)
+    except (ValueError, ImportError, AttributeError, InvalidBackend) as error:
+        parser().error(str(error))
     measured = {key_of(record) for record in known}
     prepare()
     todo = [job for job in wanted if job.key not in measured]

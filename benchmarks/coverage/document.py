@@ -163,7 +163,7 @@ def _provenance(records: Iterable[Record]) -> str:
     facts = [record["run"] for record in records if "run" in record]
     commands = dict.fromkeys(f["command"] for f in facts)
     dates = sorted({f["date"][:10] for f in facts})
-    versions = dict.fromkeys(f"{name} {version}" for f in facts for name, version in f["versions"].items())
+    versions = dict.fromkeys(f"{name} {f['versions'][name]}" for f in facts for name in ("torch", "transformers"))
     commits = dict.fromkeys(f["commit"] for f in facts if f["commit"])
     said = [" to ".join(dict.fromkeys((dates[0], dates[-1])))] if dates else []
     said += [f"commit {', '.join(commits)}"] if commits else []

@@ -74,7 +74,7 @@ def test_measures_a_model(impl: str) -> None:
 
 def test_inductor_passes_leave_a_padded_decoder_alone() -> None:
     """The near-miss of the test above: the same sites, and a backend that does not fuse them."""
-    record = measure.measure(measure.Job("llama", backend="inductor-passes", compile="inductor"))
+    record = measure.measure(measure.Job("llama", backend="inductor-passes"))
     assert (record["status"], record["sites"], record["fused"], record["outcomes"]) == ("ok", 2, 0, [])
 
 
@@ -118,10 +118,13 @@ def test_a_process_that_hangs_or_dies_is_told(monkeypatch: pytest.MonkeyPatch) -
     assert measure.isolated(measure.Job("hangs", timeout=0.2))["status"] == "timeout"
 
 
-def test_eager_is_for_fa4_alone() -> None:
-    with pytest.raises(ValueError, match="inductor-passes"):
+def test_what_cannot_run_eagerly_or_only_so_is_refused() -> None:
+    with pytest.raises(ValueError, match="not for inductor"):
         backends.resolve("inductor", "eager")
+    with pytest.raises(ValueError, match="--backend inductor"):
+        backends.resolve("inductor-passes", "inductor")
     assert backends.resolve("fa4", "eager") is backends.fa4_eager
+    assert backends.resolve("fa4", "inductor") is backends.fa4_backend.fa4
 
 
 def test_configs_are_small_and_keep_each_layer_type() -> None:
@@ -153,6 +156,22 @@ def test_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert len(records) == 6
     assert records[0]["run"]["command"].startswith("python -m benchmarks.coverage --models llama,bert")
     assert "attempted 3, built 3, with attention 3\n  sites 6" in summary.text(records)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ("--models llama,lama", "no model type lama"),
+        ("--backend nosuch", "nosuch"),
+        ("--backend no.such:backend", "No module named"),
+        ("--backend inductor --compile eager", "not for inductor"),
+    ],
+)
+def test_wrong_usage_exits_2(arguments: str, part: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as exit:
+        command_line.main(arguments.split())
+    assert exit.value.code == 2
+    assert part in capsys.readouterr().err
 
 
 def test_a_broken_result_file_is_named(tmp_path: Path) -> None:
