@@ -18,6 +18,7 @@ from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from fa4_inductor.capture.fx_view import SymScalar, example, is_mutation, target_name, tensors_of
 from fa4_inductor.capture.slice import Slice
@@ -47,6 +48,7 @@ class Shadow:
         positions: shadow node -> positions of the slice nodes with that value, in graph order.
         module: owner of the graph's get_attr constants.
         mutates: something is written in place, so a value may have no slice node any more.
+        parameters: the placeholders of parameters of the model.
     """
 
     graph: fx.Graph
@@ -54,6 +56,7 @@ class Shadow:
     positions: dict[fx.Node, list[int]]
     module: fx.GraphModule
     mutates: bool
+    parameters: frozenset[fx.Node] = frozenset()
 
 
 def trace(piece: Slice) -> Shadow:
@@ -80,7 +83,11 @@ def trace(piece: Slice) -> Shadow:
             raise
         detail = f"the slice cannot be traced: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
         raise DeclineSite(DeclineReason.UNSUPPORTED_OP, detail) from error
-    return _shadow_of(module, replay.returned, mutates)
+    shadow = _shadow_of(module, replay.returned, mutates)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    given = zip(placeholders, tree_leaves(inputs), strict=True)
+    shadow.parameters = frozenset(n for n, value in given if isinstance(value, torch.nn.Parameter))
+    return shadow
 
 
 def _any_fake_mode(piece: Slice) -> Any:

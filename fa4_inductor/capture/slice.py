@@ -59,7 +59,8 @@ def value_key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         dense = value.layout is torch.strided
         strides = tuple(map(_number_key, value.stride())) if dense else value.layout
-        return (value.dtype, tuple(map(_number_key, value.shape)), strides, value.device)
+        kind = (value.dtype, value.device, isinstance(value, torch.nn.Parameter))
+        return (*kind, tuple(map(_number_key, value.shape)), strides)
     if isinstance(value, tuple | list):
         return (type(value), *map(value_key, value))
     return (type(value), str(value))

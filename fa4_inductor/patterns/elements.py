@@ -20,6 +20,7 @@ from fa4_inductor.capture.fx_view import SymScalar, shape_exprs
 from fa4_inductor.capture.shadow import Shadow
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.patterns.booleans import boolean_selection
+from fa4_inductor.patterns.finite import is_finite
 from fa4_inductor.patterns.indices import Index
 from fa4_inductor.patterns.rules_pointwise import POINTWISE_RULES, constant, kind_of, round_to
 from fa4_inductor.patterns.rules_tensors import TENSOR_RULES
@@ -49,12 +50,16 @@ Source: TypeAlias = int
 
 @dataclass(frozen=True)
 class AuxTensor:
-    """A captured tensor and the (name, sympy args) steps to the tensor that the program indexes."""
+    """A captured tensor and the (name, sympy args) steps to the tensor that the program indexes.
+
+    `finite`: it holds no -inf (see `patterns.finite`).
+    """
 
     source: Source
     view: tuple[tuple[Any, ...], ...]
     dtype: torch.dtype
     ndim: int
+    finite: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ class Elements:
 
     Attributes:
         aux: captured tensors in slot order. atoms: values standing for slots from ATOM_BASE on.
-        contract: called for a contraction; returns its expression, or None to treat it as an opaque tensor.
+        contract: called for a contraction; returns its expression, or None to treat it as an opaque tensor, as all are
+            where there is none.
         chosen: the contraction that is Q @ K^T; what is computed from it is never treated as an opaque tensor.
         setback: why the first tensor computed from a contraction was treated as an opaque one.
     """
@@ -82,7 +88,7 @@ class Elements:
         shadow: Shadow,
         space: Space,
         source_of: Callable[[fx.Node], Source | None],
-        contract: Callable[[fx.Node, Index], E.Expr | None] = lambda node, index: None,
+        contract: Callable[[fx.Node, Index], E.Expr | None] | None = None,
         given: dict[fx.Node, E.Expr] | None = None,
         aux: list[AuxTensor] | None = None,
     ) -> None:
@@ -118,7 +124,7 @@ class Elements:
             if node.target is operator.getitem and node.args[0].target is aten.max.dim and node.args[1] == 0:
                 return TENSOR_RULES[aten.amax.default](self, node.args[0], index)
             if node.target in CONTRACTION_OPS:
-                e = self.contract(node, index)
+                e = self.contract(node, index) if self.contract is not None else None
                 return self.load(node, index) if e is None else e
             if view is not None:
                 return self.value(*view(self.space.ranges, node, index))
@@ -177,6 +183,13 @@ class Elements:
         args = tuple(self.space.to_expr(i) for i in named)
         return E.load(ATOM_BASE + self.atoms.index(entry), args, Kind.FLOAT)
 
+    def has_atoms(self, e: E.Expr) -> bool:
+        return any(n.op == "load" and n.value >= ATOM_BASE for n in E.walk(e))
+
+    def reads_product(self, node: fx.Node) -> bool:
+        """Is a node computed from a contraction that may be Q @ K^T?"""
+        return self.contract is not None and node in self._contractions
+
     def atom_of(self, e: E.Expr) -> Atom | None:
         return self.atoms[e.value - ATOM_BASE] if e.op == "load" and e.value >= ATOM_BASE else None
 
@@ -184,7 +197,7 @@ class Elements:
         """Data that varies with q_idx and kv_idx is expanded to its leaves; any other computed data is one load."""
         if "aux" not in e.free or "score" in e.free or {"q_idx", "kv_idx"} <= e.free or _is_bare_load(e):
             return e
-        if any(n.op == "load" and n.value >= ATOM_BASE for n in E.walk(e)) or self.source_of(node) is None:
+        if self.has_atoms(e) or self.source_of(node) is None:
             return e
         if node in self._contractions or boolean_selection(e) is not e or e.op == "where" and _selects_constants(e):
             return e
@@ -225,7 +238,8 @@ class Elements:
                 indices[:0] = [self.space.to_expr(self.space.b), self.space.to_expr(self.space.h)]
             else:
                 indices.insert(0, self.space.to_expr(e))
-        entry = AuxTensor(source, tuple(steps), tensor.dtype, len(indices))
+        finite = is_finite(node, self.shadow.parameters)
+        entry = AuxTensor(source, tuple(steps), tensor.dtype, len(indices), finite)
         if entry not in self.aux:
             self.aux.append(entry)
         return E.load(self.aux.index(entry), tuple(indices), kind_of(tensor.dtype))

@@ -159,10 +159,16 @@ def _through_factor(ev: Elements, at: _Stop, feature: sympy.Expr) -> _Stop | Non
             factor = ev.operand(other, at.index)
         except DeclineSite:
             continue
-        if "score" not in factor.free:
+        if not _is_costly(ev, factor):
             factor = E.call("div", 1.0, factor) if divides else factor
             return _Stop(chain, at.index, (*at.factors, factor), at.copies + 1, at.cast)
     return None
+
+
+def _is_costly(ev: Elements, factor: E.Expr) -> bool:
+    """Is a factor better left where it is: computed from scores, or read from a tensor for each row (a norm)?"""
+    per_row = "aux" in factor.free and bool({"q_idx", "kv_idx"} & factor.free)
+    return per_row or "score" in factor.free or ev.has_atoms(factor)
 
 
 def _view_of(

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fa4_inductor.errors import DeclineReason, DeclineSite
-from fa4_inductor.patterns.elements import ATOM_BASE, Elements
+from fa4_inductor.patterns.elements import Elements
 from fa4_inductor.patterns.rules_views import dimension, shape
 from fa4_inductor.spec import expr as E
 
@@ -42,7 +42,7 @@ def distribution(ev: Elements, p: E.Expr) -> Distribution | None:
     else:
         found = _hand_written(ev, p)
     if found is None:
-        if any(_over_keys(ev, n) for n in E.walk(p)) or ("score" in p.free and _has_atoms(ev, p)):
+        if any(_over_keys(ev, n) for n in E.walk(p)) or ("score" in p.free and ev.has_atoms(p)):
             raise DeclineSite(DeclineReason.NOT_ATTENTION, "the probabilities are changed before they meet V")
         return None
     return replace(_without_row_constants(ev, found), zeroed=zeroed)
@@ -62,10 +62,6 @@ def _unscaled(p: E.Expr) -> E.Expr:
     while p.op == "to_float" or p.op in ("mul", "div") and p.args[1].is_const and p.args[1].value == 1:
         p = p.args[0]
     return p
-
-
-def _has_atoms(ev: Elements, e: E.Expr) -> bool:
-    return any(ev.atom_of(n) is not None for n in E.walk(e))
 
 
 def _over_keys(ev: Elements, e: E.Expr) -> bool:
@@ -149,7 +145,7 @@ def _without_row_constants(ev: Elements, found: Distribution) -> Distribution:
         if same != dropped:
             raise DeclineSite(DeclineReason.NOT_ATTENTION, "the sink is shifted differently from the scores")
     for e in (logits, sink):
-        if e is not None and any(n.op == "load" and n.value >= ATOM_BASE for n in E.walk(e)):
+        if e is not None and ev.has_atoms(e):
             raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "a reduction over the scores inside the scores")
     return Distribution(logits, sink, found.dtype)
 

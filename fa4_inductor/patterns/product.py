@@ -22,6 +22,7 @@ from fa4_inductor.patterns.rules_views import VIEW_RULES, shape
 from fa4_inductor.patterns.space import ZERO, Space
 from fa4_inductor.spec import AttentionSpec, AuxSpec, EmptyRow
 from fa4_inductor.spec import expr as E
+from fa4_inductor.spec.ops import Kind
 from fa4_inductor.spec.simplify import simplify
 
 aten = torch.ops.aten
@@ -165,7 +166,7 @@ class ProductSite:
         parts = masks.split(found.logits, dtypes=dtypes, fills_are_zero=False, has_sink=found.sink is not None)
         empty_row = parts.empty_row
         if found.zeroed is not None:
-            _check_zeroed(found.zeroed, parts)
+            _check_zeroed(found.zeroed, parts, self.ev.aux)
             empty_row = EmptyRow.ZERO
         aux = tuple(AuxSpec(str(a.dtype).removeprefix("torch."), a.ndim) for a in self.ev.aux)
         return AttentionSpec(
@@ -219,15 +220,17 @@ class ProductSite:
         return result
 
 
-def _check_zeroed(zeroed: E.Expr, parts: masks.Logits) -> None:
+def _check_zeroed(zeroed: E.Expr, parts: masks.Logits, aux: list[AuxTensor]) -> None:
     """Zeroing exactly the dropped keys changes only rows that keep none. A tensor added to the scores could hold -inf
     for all kept keys of a row: that row is NaN, and zeroing leaves it so.
 
     Raises:
-        DeclineSite: NOT_ATTENTION for any other zeroing.
+        DeclineSite: NOT_ATTENTION for any other zeroing, EMPTY_ROWS where such a tensor is added.
     """
-    if simplify(zeroed) is not simplify(~parts.keep) or "aux" in parts.score.free:
+    if simplify(zeroed) is not simplify(~parts.keep):
         raise DeclineSite(DeclineReason.NOT_ATTENTION, "the probabilities are changed before they meet V")
+    if any(n.op == "load" and n.kind is Kind.FLOAT and not aux[n.value].finite for n in E.walk(parts.score)):
+        raise DeclineSite(DeclineReason.EMPTY_ROWS, "zeroed rows of a bias that may hold -inf")
 
 
 def output_view(core: Core, space: Space) -> Steps:

@@ -194,11 +194,15 @@ _UNROLLED = 16
 
 
 def _max(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
-    dim, rest = _reduced(node, index)
+    if not ev.reads_product(node):
+        raise _unsupported("maximum of data")
+    _, rest = _reduced(node, index)
     return ev.atom("max", node, rest)
 
 
 def _sum(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    if not ev.reads_product(node):
+        raise _unsupported("sum of data")
     dim, rest = _reduced(node, index)
     if shape(node.args[0])[dim] != ev.space.seqlen_k:
         raise _unsupported("sum over another dimension than the keys")

@@ -106,6 +106,20 @@ def bool_of_sum(e: E.Expr, _: dict[str, Range]) -> E.Expr | None:
     return left | right
 
 
+def compared_selection(e: E.Expr, _: dict[str, Range]) -> E.Expr | None:
+    """where(c, 0, x) != 0 = where(c, False, x != 0) where x is a constant or such a selection itself."""
+    if e.op != "to_bool" and not (e.op in _COMPARE and e.args[1].is_const):
+        return None
+    chosen, *limit = e.args
+    if chosen.op != "where" or not _selects_constants(chosen):
+        return None
+    return E.call("where", chosen.args[0], *(E.call(e.op, a, *limit) for a in chosen.args[1:]))
+
+
+def _selects_constants(e: E.Expr) -> bool:
+    return e.is_const or (e.op == "where" and all(_selects_constants(a) for a in e.args[1:]))
+
+
 def _compare(op: str, x: float, y: float) -> bool:
     return {"lt": x < y, "le": x <= y, "gt": x > y, "ge": x >= y, "eq": x == y, "ne": x != y}[op]
 
@@ -245,6 +259,7 @@ EXACT_RULES: tuple[Rule, ...] = (
     select_identities,
     casts,
     bool_of_sum,
+    compared_selection,
     arithmetic_identities,
     integer_linear,
     integer_division,

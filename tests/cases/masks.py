@@ -266,6 +266,13 @@ def concatenated_fills(q, k, v, other):
     return (scores_of(q, k) + torch.cat(masks, 1)).softmax(-1) @ v
 
 
+def additive_mask_compared(q, k, v, mask):
+    """Of an additive mask only the zeros count (Gemma 4's audio encoder)."""
+    causal = torch.where(arange()[None] <= arange()[:, None], 0.0, MIN)
+    both = torch.where(mask[:, None, None], causal, MIN)
+    return scores_of(q, k).masked_fill(both != 0, -torch.inf).softmax(-1) @ v
+
+
 def _pad():
     return (padding(),)
 
@@ -325,6 +332,7 @@ CASES = (
     Case("vmapped", vmapped, program(keep=_BOTH), "bool[2]", extra=_pad),
     Case("vmapped_in_place", vmapped_in_place, program(keep=_BOTH), "bool[2]", extra=_pad),
     Case("assigned_block", assigned_block),
+    Case("additive_mask_compared", additive_mask_compared, program(keep=_BOTH), "bool[2]", extra=_pad),
     Case("concatenated_masks", concatenated_masks,
          program(keep="((kv_idx >= 24) | (kv_idx <= q_idx)) & ((kv_idx <= 23) | (kv_idx == q_idx + 24))",
                  empty_row="mean"), extra=_keys),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
+from fa4_inductor.errors import DeclineReason
 from tests.cases.case import BATCH, CAUSAL, HEAD_DIM, HEADS, SEQLEN, Case, program
 
 SCALE = HEAD_DIM**-0.5
@@ -93,7 +95,24 @@ def gated_score(q, k, v):
 
 
 _SLOPES = lambda: (torch.rand(HEADS, dtype=torch.float64),)
+def query_over_its_maximum(q, k, v):
+    """A reduction of q itself, not of scores: it stays in the graph."""
+    return (q / q.abs().amax(-1, keepdim=True) @ k.mT).softmax(-1) @ v
+
+
+def sdpa_query_over_its_maximum(q, k, v):
+    return F.scaled_dot_product_attention(q / q.abs().amax(-1, keepdim=True), k, v)
+
+
+def scores_over_their_sum(q, k, v):
+    scores = q @ k.mT
+    return (scores / scores.exp().sum(-1, keepdim=True)).softmax(-1) @ v
+
+
 CASES = (
+    Case("query_over_its_maximum", query_over_its_maximum, program(scale=1.0)),
+    Case("sdpa_query_over_its_maximum", sdpa_query_over_its_maximum, program(empty_row="zero")),
+    Case("scores_over_their_sum", scores_over_their_sum, decline=DeclineReason.UNSUPPORTED_OP),
     Case("softcap", softcap, program("tanh(score) * 20.0", scale=0.0125)),
     Case("softcap_causal", softcap_causal, program("tanh(score) * 20.0", CAUSAL, scale=0.0125)),
     Case("alibi", alibi, program("score + aux0[h] * float(kv_idx - q_idx)"), "float64[1]", extra=_SLOPES),
