@@ -136,6 +136,16 @@ def _log_sum_exp(ev: Elements, e: E.Expr) -> tuple[E.Expr, torch.dtype] | None:
     return None
 
 
+def sink_of_gate(ev: Elements, gate: E.Expr, logits: E.Expr) -> E.Expr | None:
+    """s of sigmoid(logsumexp(logits) - s) = sum(exp(logits)) / (exp(s) + sum(exp(logits))), or None."""
+    if gate.op != "sigmoid" or gate.args[0].op != "sub":
+        return None
+    lse, sink = gate.args[0].args
+    if {"kv_idx", "score"} & sink.free or ev.has_atoms(sink):
+        return None
+    return sink if _log_sum_exp(ev, logits - lse) is not None else None
+
+
 def _without_row_constants(ev: Elements, found: Distribution) -> Distribution:
     """Softmax does not change when the maximum of the row is subtracted from all its logits."""
     logits, dropped = _drop(ev, found.logits)

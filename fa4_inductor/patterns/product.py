@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -17,8 +17,8 @@ from fa4_inductor.patterns import masks
 from fa4_inductor.patterns.elements import AuxTensor, Elements, Source
 from fa4_inductor.patterns.indices import FloorDiv, Index, Ranges, variable
 from fa4_inductor.patterns.operands import BoundOperand, Steps, bind
-from fa4_inductor.patterns.probabilities import Distribution, distribution
-from fa4_inductor.patterns.rules_views import VIEW_RULES, shape
+from fa4_inductor.patterns.probabilities import Distribution, distribution, sink_of_gate
+from fa4_inductor.patterns.rules_views import VIEW_RULES, broadcast, shape
 from fa4_inductor.patterns.space import ZERO, Space
 from fa4_inductor.spec import AttentionSpec, AuxSpec, EmptyRow
 from fa4_inductor.spec import expr as E
@@ -86,6 +86,16 @@ def core_of(output: fx.Node) -> Core | None:
     return Core(node, lhs, rhs, shape(node)[0], index, variables, output_shape)
 
 
+def gated_core_of(output: fx.Node) -> tuple[Core, fx.Node] | None:
+    """The contraction below a product of tensors, and the other factor."""
+    if output.target is aten.mul.Tensor:
+        for value, gate in (output.args[:2], output.args[1::-1]):
+            core = core_of(value) if shape(value) == shape(output) else None
+            if core is not None:
+                return core, gate
+    return None
+
+
 def head_counts(core: Core) -> list[sympy.Expr]:
     """How the contraction's batch may be split into batch x heads, likeliest first; 1 (no heads) is always possible."""
     if core.batch == 1:
@@ -119,10 +129,12 @@ def head_counts(core: Core) -> list[sympy.Expr]:
 
 
 class ProductSite:
-    """One attempt to read a contraction as P @ V with a given number of heads."""
+    """One attempt to read a contraction, or its product with a gate, as P @ V with a given number of heads."""
 
-    def __init__(self, shadow: Shadow, core: Core, heads: sympy.Expr, source_of: SourceOf) -> None:
-        self.core = core
+    def __init__(
+        self, shadow: Shadow, core: Core, heads: sympy.Expr, source_of: SourceOf, gate: fx.Node | None = None
+    ) -> None:
+        self.core, self.gate = core, gate
         batch = sympy.cancel(core.batch / heads)
         seqlen_q, seqlen_k = shape(core.lhs)[-2:]
         self.space = Space(batch, heads, seqlen_q, seqlen_k)
@@ -154,6 +166,8 @@ class ProductSite:
                 return None  # weights that are no product of two tensors: a router, a pooling
             raise refusal
         feature = space.ranges.declare("dv", shape(core.rhs)[-1])
+        if self.gate is not None:
+            found = self._gated(found, self.gate, feature)
         index = (*self._lead(core.rhs), space.kv, feature)
         v = bind(self.ev, core.rhs, index, space.kv, feature, key=True, scaled=False)
         spec = self._spec(found)
@@ -164,9 +178,11 @@ class ProductSite:
         assert self.scores is not None
         dtypes = (self.scores.meta["val"].dtype, found.dtype)
         parts = masks.split(found.logits, dtypes=dtypes, fills_are_zero=False, has_sink=found.sink is not None)
+        if self.gate is not None:
+            self._check_rows(found, dtypes)
         empty_row = parts.empty_row
         if found.zeroed is not None:
-            _check_zeroed(found.zeroed, parts, self.ev.aux)
+            self._check_zeroed(found.zeroed, parts)
             empty_row = EmptyRow.ZERO
         aux = tuple(AuxSpec(str(a.dtype).removeprefix("torch."), a.ndim) for a in self.ev.aux)
         return AttentionSpec(
@@ -178,6 +194,46 @@ class ProductSite:
             aux=aux,
             num_sizes=len(self.space.symbols),
         )
+
+    def _gated(self, found: Distribution, gate: fx.Node, feature: sympy.Expr) -> Distribution:
+        """A gate that lets through what a sink column leaves to the keys: the same as that column.
+
+        Raises:
+            DeclineSite: NOT_ATTENTION for any other gate.
+        """
+        space = self.space
+        at = broadcast((space.b, space.h, space.q, feature), shape(gate))
+        sink = None if output_view(self.core, space) else sink_of_gate(self.ev, self.ev.value(gate, at), found.logits)
+        if sink is None or found.sink is not None or found.zeroed is not None:
+            raise DeclineSite(DeclineReason.NOT_ATTENTION, "a gate on the output that is no sink")
+        return replace(found, sink=sink)
+
+    def _check_rows(self, found: Distribution, dtypes: tuple[torch.dtype, ...]) -> None:
+        """A row of -inf is NaN, and a gate of 0 leaves it so; with a sink column it would be 0."""
+        parts = masks.split(found.logits, dtypes=dtypes, fills_are_zero=False, has_sink=False)
+        if parts.keep is not E.TRUE and parts.empty_row is not EmptyRow.MEAN:
+            raise DeclineSite(DeclineReason.EMPTY_ROWS, "a gated row without keys is NaN")
+        self._check_finite(parts)
+
+    def _check_zeroed(self, zeroed: E.Expr, parts: masks.Logits) -> None:
+        """Zeroing exactly the dropped keys changes only rows that keep none.
+
+        Raises:
+            DeclineSite: NOT_ATTENTION for any other zeroing.
+        """
+        if simplify(zeroed) is not simplify(~parts.keep):
+            raise DeclineSite(DeclineReason.NOT_ATTENTION, "the probabilities are changed before they meet V")
+        self._check_finite(parts)
+
+    def _check_finite(self, parts: masks.Logits) -> None:
+        """A tensor added to the scores could hold -inf for all kept keys of a row: that row is NaN, and stays so.
+
+        Raises:
+            DeclineSite: EMPTY_ROWS.
+        """
+        loads = (n for n in E.walk(parts.score) if n.op == "load" and n.kind is Kind.FLOAT)
+        if not all(self.ev.aux[n.value].finite for n in loads):
+            raise DeclineSite(DeclineReason.EMPTY_ROWS, "a bias that may hold -inf for all keys of a row")
 
     def _contract(self, node: fx.Node, index: Index) -> E.Expr | None:
         """Q @ K^T becomes `score` times the factors of q and k; any other contraction is an opaque tensor."""
@@ -218,19 +274,6 @@ class ProductSite:
         for factor in (*q.factors, *k.factors):
             result = E.call("mul", result, factor)
         return result
-
-
-def _check_zeroed(zeroed: E.Expr, parts: masks.Logits, aux: list[AuxTensor]) -> None:
-    """Zeroing exactly the dropped keys changes only rows that keep none. A tensor added to the scores could hold -inf
-    for all kept keys of a row: that row is NaN, and zeroing leaves it so.
-
-    Raises:
-        DeclineSite: NOT_ATTENTION for any other zeroing, EMPTY_ROWS where such a tensor is added.
-    """
-    if simplify(zeroed) is not simplify(~parts.keep):
-        raise DeclineSite(DeclineReason.NOT_ATTENTION, "the probabilities are changed before they meet V")
-    if any(n.op == "load" and n.kind is Kind.FLOAT and not aux[n.value].finite for n in E.walk(parts.score)):
-        raise DeclineSite(DeclineReason.EMPTY_ROWS, "zeroed rows of a bias that may hold -inf")
 
 
 def output_view(core: Core, space: Space) -> Steps:

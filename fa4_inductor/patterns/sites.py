@@ -21,7 +21,7 @@ from fa4_inductor.normalize import normalize
 from fa4_inductor.patterns.binding import GraphFacts, bind_match, check_escape
 from fa4_inductor.patterns.flex import FlexCall, FlexSite, one_block_lists, output_of
 from fa4_inductor.patterns.match import AttentionMatch, Site
-from fa4_inductor.patterns.product import Found, ProductSite, SourceOf, core_of, head_counts
+from fa4_inductor.patterns.product import Core, Found, ProductSite, SourceOf, core_of, gated_core_of, head_counts
 from fa4_inductor.patterns.sdpa import SdpaSite, read_call
 
 log = logging.getLogger(__name__)
@@ -138,18 +138,50 @@ def _match_product(search: _Search, node: fx.Node) -> AttentionMatch | None:
         return None
     assert found.scores is not None
     shadow = search.shadow(piece, key)
-    check_escape(piece, shadow, found.scores, node, search.facts)
+    try:
+        check_escape(piece, shadow, found.scores, node, search.facts)
+    except DeclineSite:
+        gated = _match_gated(search, node)
+        if gated is None:
+            raise
+        return gated
     return bind_match(found, search.facts, node, piece.nodes)
+
+
+def _match_gated(search: _Search, product: fx.Node) -> AttentionMatch | None:
+    """P @ V times a gate that is computed from the same scores (the log-sum-exp of their rows)."""
+    users = [u for u in product.users if u in search.facts.live]
+    if len(users) != 1 or target_name(users[0]) != "mul":
+        return None
+    node = users[0]
+    piece = backward_slice([node], node, search.facts.index)
+    key = ("gated", piece.key())
+    try:
+        found = search.once(key, lambda: _read_gated(search.shadow(piece, key), len(piece.nodes) - 1))
+        if found is None:
+            return None
+        assert found.scores is not None
+        check_escape(piece, search.shadow(piece, key), found.scores, node, search.facts)
+    except DeclineSite:
+        return None
+    return bind_match(found, search.facts, node, piece.nodes)
+
+
+def _read_gated(shadow: Shadow, position: int) -> Found | None:
+    gated = gated_core_of(_value(shadow, position))
+    return None if gated is None else _read_core(shadow, position, *gated)
 
 
 def _read_product(shadow: Shadow, position: int) -> Found | None:
     core = core_of(_value(shadow, position))
-    if core is None:
-        return None
+    return None if core is None else _read_core(shadow, position, core)
+
+
+def _read_core(shadow: Shadow, position: int, core: Core, gate: fx.Node | None = None) -> Found | None:
     refusal: DeclineSite | None = None
     for heads in head_counts(core):
         try:
-            found = ProductSite(shadow, core, heads, source_of(shadow, position)).match()
+            found = ProductSite(shadow, core, heads, source_of(shadow, position), gate).match()
             if found is not None or refusal is None:
                 return found
         except DeclineSite as error:

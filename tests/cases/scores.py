@@ -109,7 +109,35 @@ def scores_over_their_sum(q, k, v):
     return (scores / scores.exp().sum(-1, keepdim=True)).softmax(-1) @ v
 
 
+def gated(q, k, v, sinks, fill, read=lambda scores: scores):
+    scores = scores_of(q, k).masked_fill(~causal(), fill)
+    gate = (read(scores).logsumexp(-1) - sinks[None, :, None]).sigmoid()
+    return scores.softmax(-1) @ v * gate[..., None]
+
+
+def sink_as_gate(q, k, v, sinks):
+    """What a sink takes from the keys as a gate on the output (Granite's sliding windows)."""
+    return gated(q, k, v, sinks, torch.finfo(q.dtype).min)
+
+
+def gate_beside_infinite_fills(q, k, v, sinks):
+    """A row without keys would be NaN."""
+    return gated(q, k, v, sinks, -torch.inf)
+
+
+def gate_of_other_scores(q, k, v, sinks):
+    return gated(q, k, v, sinks, torch.finfo(q.dtype).min, lambda scores: scores * 2)
+
+
+def _sinks():
+    return (torch.linspace(-2, 2, HEADS, dtype=torch.float64),)
+
+
 CASES = (
+    Case("sink_as_gate", sink_as_gate, program(keep=CAUSAL, sink="aux0[h]", empty_row="zero"), "float64[1]",
+         extra=_sinks),
+    *(Case(f.__name__, f, decline=DeclineReason.PROBS_ESCAPE, extra=_sinks)
+      for f in (gate_beside_infinite_fills, gate_of_other_scores)),
     Case("query_over_its_maximum", query_over_its_maximum, program(scale=1.0)),
     Case("sdpa_query_over_its_maximum", sdpa_query_over_its_maximum, program(empty_row="zero")),
     Case("scores_over_their_sum", scores_over_their_sum, decline=DeclineReason.UNSUPPORTED_OP),
