@@ -64,7 +64,7 @@ class AuxTensor:
 
 @dataclass(frozen=True)
 class Atom:
-    """A value with no expression of its own: `kind` is "softmax", "max", "sum"; `body` is what a sum runs over."""
+    """A value without expression of its own: `kind` is "softmax", "max" or "sum", `body` what these two run over."""
 
     kind: str
     node: fx.Node

@@ -6,6 +6,7 @@ change it (finfo.min), in the place of a logit. Smaller numbers (-1e4, -1e9) sta
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,21 @@ ABSORBING_HALF = -6e4
 """For fp16 logits, whose most negative number is -65504."""
 LEVEL = -1e30
 """Stands for a finite fill in the rare case that the program must keep it: log2(e) * LEVEL is still finite."""
+
+
+BARE_ZERO = -2e3
+"""exp of this is 0 in every dtype, also after a score was added whose own exp is finite."""
+BARE_LIMIT = 80.0
+"""exp of numbers up to this is finite and not 0 in float32."""
+
+
+class Form(enum.Enum):
+    """How the graph normalises the logits. It matters where floating point leaves a row of low logits nothing."""
+
+    SHIFTED = "softmax"  # or exp and sum with the row's maximum subtracted: any finite logits will do
+    BARE = "exp(s) / sum(exp(s))"  # a row of finite fills is 0 / 0
+    LOG = "exp(s - logsumexp(s))"  # in a row of finite fills the sum is lost, and each key gets 1
+    KEYS_SHIFT_SINK = "softmax with a sink, less the maximum of the keys"  # a row of -inf is NaN
 
 
 @dataclass(frozen=True)
@@ -65,17 +81,32 @@ class _Peeled:
     clear: E.Expr = E.TRUE
 
 
-def split(logits: E.Expr, *, dtypes: tuple[torch.dtype, ...], fills_are_zero: bool, has_sink: bool) -> Logits:
+def split(
+    logits: E.Expr,
+    *,
+    dtypes: tuple[torch.dtype, ...],
+    fills_are_zero: bool,
+    has_sink: bool,
+    form: Form = Form.SHIFTED,
+) -> Logits:
     """Split a logit expression.
 
     Args:
         dtypes: of the product of q and k, and of what the softmax reads. In fp16 fills of about -65504 absorb.
         fills_are_zero: rows of -inf give 0 (SDPA, flex), not NaN (softmax).
         has_sink: a sink column takes part, so no row is empty.
+
+    Raises:
+        DeclineSite: UNSUPPORTED_PROGRAM when one scaling makes some fills overflow, EMPTY_ROWS when `form` gives rows
+            of low logits a value that no contract has.
     """
     limit = ABSORBING_HALF if dtypes[0] is torch.float16 else ABSORBING
-    peeled = _peel(logits, _Range(limit, min(torch.finfo(d).min for d in dtypes)))
-    masks = peeled.masks
+    limits = _Range(limit, min(torch.finfo(d).min for d in dtypes))
+    if form is Form.BARE:
+        limits = _Range(BARE_ZERO, math.inf)  # all fills are as good as -inf
+    peeled = _peel(logits, limits)
+    masks = peeled.masks if form is not Form.BARE else tuple(Mask(m.keep, -math.inf) for m in peeled.masks)
+    _check_form(form, peeled.value, masks)
     infinite = [m for m in masks if m.fill == -math.inf]
     finite = [m for m in masks if m.fill != -math.inf]
     unkept = EmptyRow.ZERO if fills_are_zero else EmptyRow.NAN
@@ -92,6 +123,21 @@ def split(logits: E.Expr, *, dtypes: tuple[torch.dtype, ...], fills_are_zero: bo
     # Finite fills stay in the score: a row of them is uniform over just those columns that are not -inf.
     value = E.call("where", peeled.clear, peeled.value, LEVEL)
     return Logits(value, peeled.alive, unkept)
+
+
+def _check_form(form: Form, value: E.Expr, masks: tuple[Mask, ...]) -> None:
+    """Refuse what only a subtracted maximum would make safe; a tensor added to the scores may hold any fill."""
+    nodes = list(E.walk(value))
+    loads = any(n.op == "load" and n.kind is Kind.FLOAT and "kv_idx" in n.free for n in nodes)
+    low = any(n.is_const and n.kind is Kind.FLOAT and abs(n.value) > BARE_LIMIT for n in nodes)
+    unsafe = {
+        Form.SHIFTED: False,
+        Form.BARE: loads or low,
+        Form.LOG: loads or low or any(m.fill != -math.inf for m in masks),
+        Form.KEYS_SHIFT_SINK: loads or any(m.fill == -math.inf for m in masks),
+    }
+    if unsafe[form]:
+        raise DeclineSite(DeclineReason.EMPTY_ROWS, f"{form.value} of a row that a mask leaves no key")
 
 
 def _peel(e: E.Expr, limits: _Range) -> _Peeled:
@@ -183,12 +229,12 @@ def _peel_scale(e: E.Expr, limits: _Range) -> _Peeled:
 
 
 def _peel_maximum(e: E.Expr, limits: _Range) -> _Peeled:
-    """max(logit, finfo.min): -inf and overflow become finfo.min."""
+    """max(logit, finfo.min): -inf and overflow become finfo.min. A fill above it would be a level of its own."""
     x, c = e.args if e.args[1].is_const else e.args[::-1]
     if not _is_fill(c, limits):
         return _Peeled(e)
     inner = _peel(x, limits)
-    if not inner.masks:
+    if not inner.masks or any(m.fill > c.value for m in inner.masks):
         return _Peeled(e)
     masks = tuple(Mask(m.keep, c.value) for m in inner.masks)
     return _Peeled(inner.value, masks, False, E.TRUE, E.conjunction([inner.alive, inner.clear]))

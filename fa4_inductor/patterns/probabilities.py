@@ -10,21 +10,26 @@ import torch
 from torch import fx
 
 from fa4_inductor.errors import DeclineReason, DeclineSite
-from fa4_inductor.patterns.elements import Elements
+from fa4_inductor.patterns.elements import Atom, Elements
+from fa4_inductor.patterns.masks import Form
+from fa4_inductor.patterns.rules_tensors import reduced_dim
 from fa4_inductor.patterns.rules_views import dimension, shape
 from fa4_inductor.spec import expr as E
+from fa4_inductor.spec.ops import Kind
 
 
 @dataclass(frozen=True)
 class Distribution:
     """Logits of the keys, and of the sink column if there is one; `dtype` is the type the softmax reads them in.
 
-    `zeroed` is true where a probability is set to 0 after the softmax; None if none is.
+    `form` is how they are normalised. `zeroed` is true where a probability is set to 0 after the softmax; None if none
+    is.
     """
 
     logits: E.Expr
     sink: E.Expr | None
     dtype: torch.dtype
+    form: Form
     zeroed: E.Expr | None = None
 
 
@@ -85,11 +90,12 @@ def _of_softmax(ev: Elements, node: fx.Node, index: tuple[sympy.Expr, ...]) -> D
         return None
     logits, dtype = ev.value(source, index), source.meta["val"].dtype
     if extra == 0:
-        return Distribution(logits, None, dtype)
+        return Distribution(logits, None, dtype, Form.SHIFTED)
     if extra > 1:
         raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "more than one extra column in the softmax")
     column = space.seqlen_k if offset == 0 else sympy.Integer(0)
-    return Distribution(logits, ev.value(source, (*index[:dim], column, *index[dim + 1 :])), dtype)
+    sink = ev.value(source, (*index[:dim], column, *index[dim + 1 :]))
+    return Distribution(logits, sink, dtype, Form.SHIFTED)
 
 
 def _hand_written(ev: Elements, p: E.Expr) -> Distribution | None:
@@ -100,10 +106,10 @@ def _hand_written(ev: Elements, p: E.Expr) -> Distribution | None:
             if atom is not None and atom.kind == "sum" and atom.body is p.args[0]:
                 sink = None if extra is None else _logit_of(extra)
                 if extra is None or sink is not None:
-                    return Distribution(p.args[0].args[0], sink, atom.node.meta["val"].dtype)
+                    return Distribution(p.args[0].args[0], sink, atom.node.meta["val"].dtype, Form.BARE)
     if p.op == "exp" and p.args[0].op == "sub" and (found := _log_sum_exp(ev, p.args[0])) is not None:
         y, dtype = found
-        return Distribution(y, None, dtype)
+        return Distribution(y, None, dtype, Form.LOG)
     return None
 
 
@@ -152,21 +158,54 @@ def _without_row_constants(ev: Elements, found: Distribution) -> Distribution:
     sink = found.sink
     if sink is not None:
         sink, same = _drop(ev, sink)
-        if same != dropped:
+        if [m for m, _ in same] != [m for m, _ in dropped]:
             raise DeclineSite(DeclineReason.NOT_ATTENTION, "the sink is shifted differently from the scores")
     for e in (logits, sink):
         if e is not None and ev.has_atoms(e):
             raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "a reduction over the scores inside the scores")
-    return Distribution(logits, sink, found.dtype)
+    form = found.form
+    if dropped and form is not Form.LOG:
+        form = _form_of_shift(ev, [(_atom(ev, m), shifted) for m, shifted in dropped], form, sink)
+    return Distribution(logits, sink, found.dtype, form)
 
 
-def _drop(ev: Elements, e: E.Expr) -> tuple[E.Expr, tuple[E.Expr, ...]]:
-    dropped: list[E.Expr] = []
+def _form_of_shift(ev: Elements, dropped: list[tuple[Atom, E.Expr]], form: Form, sink: E.Expr | None) -> Form:
+    """What subtracting these maxima, each from an expression, makes of a form.
+
+    Raises:
+        DeclineSite: NOT_ATTENTION for the maximum of something else that may be infinite.
+    """
+    own = [maximum for maximum, shifted in dropped if maximum.body is shifted]
+    for maximum, shifted in dropped:
+        if maximum.body is not shifted and (maximum.body is None or not _surely_finite(maximum.body)):
+            raise DeclineSite(DeclineReason.NOT_ATTENTION, "the maximum of something else is subtracted")
+    if not own:
+        return form
+    if sink is None or any(shape(m.node.args[0])[reduced_dim(m.node)] != ev.space.seqlen_k for m in own):
+        return Form.SHIFTED
+    return Form.KEYS_SHIFT_SINK
+
+
+def _surely_finite(e: E.Expr) -> bool:
+    """Are all values finite where the scores are?"""
+    plain = {"add", "sub", "mul", "neg", "tanh", "sigmoid", "abs", "minimum", "maximum", "where", "score"}
+    return e.op in plain and all(_surely_finite(a) for a in e.args if a.kind is Kind.FLOAT) or E.is_finite_const(e)
+
+
+def _atom(ev: Elements, e: E.Expr) -> Atom:
+    atom = ev.atom_of(e)
+    assert atom is not None
+    return atom
+
+
+def _drop(ev: Elements, e: E.Expr) -> tuple[E.Expr, list[tuple[E.Expr, E.Expr]]]:
+    """`e` without the maxima subtracted from it, and each of them with what it was subtracted from."""
+    dropped: list[tuple[E.Expr, E.Expr]] = []
     if e.op == "neg":
         e = 0.0 - e.args[0]
     while e.op == "sub" and (atom := ev.atom_of(e.args[1])) is not None and atom.kind == "max":
         if "kv_idx" in e.args[1].free:
             break
-        dropped.append(e.args[1])
+        dropped.append((e.args[1], e.args[0]))
         e = e.args[0]
-    return e, tuple(dropped)
+    return e, dropped

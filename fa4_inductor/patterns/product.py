@@ -177,7 +177,9 @@ class ProductSite:
     def _spec(self, found: Distribution) -> AttentionSpec:
         assert self.scores is not None
         dtypes = (self.scores.meta["val"].dtype, found.dtype)
-        parts = masks.split(found.logits, dtypes=dtypes, fills_are_zero=False, has_sink=found.sink is not None)
+        parts = masks.split(
+            found.logits, dtypes=dtypes, fills_are_zero=False, has_sink=found.sink is not None, form=found.form
+        )
         if self.gate is not None:
             self._check_rows(found, dtypes)
         empty_row = parts.empty_row
@@ -256,6 +258,8 @@ class ProductSite:
         lead, (m, p) = index[:-2], index[-2:]
         space = self.space
         depth = shape(lhs)[-1]
+        if depth == 0:
+            raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, "q and k have no features")
         left, right = ((lhs, (*lead, m), False), (rhs, (*lead, p), True))
         rows_are_keys = space.depends(m, space.kv) if space.kv != 0 else False
         q_side, k_side = (right, left) if rows_are_keys else (left, right)

@@ -161,14 +161,19 @@ def _softmax(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
     return ev.atom("softmax", node, index)
 
 
-def _reduced(node: fx.Node, index: Index) -> tuple[int, Index]:
-    """The reduced dimension and the index of the result without it."""
+def reduced_dim(node: fx.Node) -> int:
+    """The dimension that a reduction reduces. Raises `DeclineSite`: UNSUPPORTED_OP if there are several."""
     rank = len(shape(node.args[0]))
     dims = argument(node, 1, "dim")
     dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
     if len(dims) != 1:
         raise _unsupported("reduction over several dimensions")
-    dim = dims[0] % rank
+    return int(dims[0]) % rank
+
+
+def _reduced(node: fx.Node, index: Index) -> tuple[int, Index]:
+    """The reduced dimension and the index of the result without it."""
+    dim = reduced_dim(node)
     keepdim = bool(argument(node, 2, "keepdim", False))
     return dim, index[:dim] + index[dim + 1 :] if keepdim else index
 
@@ -196,8 +201,11 @@ _UNROLLED = 16
 def _max(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
     if not ev.reads_product(node):
         raise _unsupported("maximum of data")
-    _, rest = _reduced(node, index)
-    return ev.atom("max", node, rest)
+    dim, rest = _reduced(node, index)
+    over_keys = ev.space.seqlen_k, ev.space.seqlen_k + 1  # and a sink
+    if shape(node.args[0])[dim] not in over_keys:
+        return ev.atom("max", node, rest)
+    return ev.atom("max", node, rest, ev.value(node.args[0], rest[:dim] + (ev.space.kv,) + rest[dim:]))
 
 
 def _sum(ev: Elements, node: fx.Node, index: Index) -> E.Expr:

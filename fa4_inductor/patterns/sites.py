@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fa4_inductor.capture import ops
-from fa4_inductor.capture.fx_view import location, target_name
+from fa4_inductor.capture.fx_view import example, location, shape_exprs, target_name, tensors_of
 from fa4_inductor.capture.shadow import Shadow, trace
 from fa4_inductor.capture.slice import Slice, backward_slice, has_softmax_above
 from fa4_inductor.errors import Declined, DeclineReason, DeclineSite
@@ -100,6 +100,7 @@ def _match_flex(search: _Search, node: fx.Node) -> AttentionMatch | None:
     if output is None:
         return None
     call = FlexCall(search.module, node)
+    _check_not_empty(output, call.query, call.key, call.value)
     index = search.facts.index
     piece, lists = backward_slice([call.query, call.key, call.value], node, index), one_block_lists(call, index)
     key = ("flex", piece.key(), call.structure(), lists.key() if lists is not None else None)
@@ -115,6 +116,7 @@ def _match_flex(search: _Search, node: fx.Node) -> AttentionMatch | None:
 
 def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:
     call = read_call(node)
+    _check_not_empty(node, call.query, call.key, call.value)
     piece = backward_slice(call.tensors, node, search.facts.index)
     position = {n: i for i, n in enumerate(piece.nodes)}
     settings = (call.is_causal, call.scale, call.enable_gqa, call.dtype, call.attn_mask is None, call.output_shape)
@@ -131,6 +133,7 @@ def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:
 
 
 def _match_product(search: _Search, node: fx.Node) -> AttentionMatch | None:
+    _check_not_empty(node, *node.all_input_nodes)
     piece = backward_slice([node], node, search.facts.index)
     key = piece.key()
     found = search.once(key, lambda: _read_product(search.shadow(piece, key), len(piece.nodes) - 1))
@@ -187,6 +190,12 @@ def _read_core(shadow: Shadow, position: int, core: Core, gate: fx.Node | None =
         except DeclineSite as error:
             refusal = refusal or error
     raise refusal or DeclineSite(DeclineReason.NOT_ATTENTION, "no head count fits")
+
+
+def _check_not_empty(*nodes: fx.Node) -> None:
+    """Index algebra divides by sizes, and an empty product costs nothing. Raises `DeclineSite`: UNSUPPORTED_SHAPE."""
+    if any(size == 0 for n in nodes for t in tensors_of(example(n)) for size in shape_exprs(t)):
+        raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, "a tensor without elements")
 
 
 def _value(shadow: Shadow, position: int) -> fx.Node:

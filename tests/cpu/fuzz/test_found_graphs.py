@@ -1,0 +1,110 @@
+"""Graphs that the generator found fused into something else than they say, or that raised inside; the smallest of each
+kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.models.helpers import counters, fused
+
+Tensor = torch.Tensor
+LOW = torch.finfo(torch.float32).min
+KEEP = torch.tensor([[True, True, False], [False, False, False], [True, False, True]])
+
+
+def _qkv(keys: int = 3) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return torch.randn(2, 2, 3, 4), torch.randn(2, 2, keys, 4), torch.randn(2, 2, keys, 4)
+
+
+def _outcome(function: Callable[..., Tensor], *args: Tensor) -> str:
+    """ "fused" or the reason, after comparing with eager."""
+    with torch.no_grad():
+        expected = function(*(a.clone() for a in args))
+        result = fused(function, implementation="reference").model(*args)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+    if counters()["fused"]:
+        return "fused"
+    (reason,) = [name.removeprefix("declined.") for name in counters() if name.startswith("declined.")]
+    return reason
+
+
+def _bare(s: Tensor) -> Tensor:
+    return s.exp() / s.exp().sum(-1, keepdim=True)
+
+
+def _shifted(s: Tensor) -> Tensor:
+    return _bare(s - s.amax(-1, keepdim=True))
+
+
+def _by_logsumexp(s: Tensor) -> Tensor:
+    return (s - s.logsumexp(-1, keepdim=True)).exp()
+
+
+def _softmax_plus_one(s: Tensor) -> Tensor:
+    top = s.amax(-1, keepdim=True)
+    e = (s - top).exp()
+    return e / ((-top).exp() + e.sum(-1, keepdim=True))
+
+
+# A row of low fills: 0 / 0 without a subtracted maximum, 1 for every key by logsumexp, NaN where the maximum is -inf.
+FILLED = [
+    (_shifted, LOW, "fused"), (_shifted, -torch.inf, "fused"), (_shifted, -1e4, "fused"),
+    (_bare, LOW, "fused"), (_bare, -torch.inf, "fused"), (_bare, -1e4, "fused"), (_bare, -500.0, "empty_rows"),
+    (_by_logsumexp, LOW, "empty_rows"), (_by_logsumexp, -torch.inf, "fused"), (_by_logsumexp, -50.0, "fused"),
+    (_softmax_plus_one, LOW, "fused"), (_softmax_plus_one, -torch.inf, "empty_rows"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("normalise", "fill", "outcome"), FILLED)
+def test_hand_written_softmax_of_rows_without_keys(normalise: Callable, fill: float, outcome: str) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return normalise((q @ k.mT).masked_fill(~keep, fill)) @ v
+
+    assert _outcome(function, *_qkv(), KEEP) == outcome
+
+
+def test_the_maximum_before_the_mask_does_not_save_a_row_of_fills() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        s = q @ k.mT
+        return _bare(s + torch.where(keep, 0.0, LOW) - s.amax(-1, keepdim=True)) @ v
+
+    assert _outcome(function, *_qkv(), KEEP) == "fused"
+
+
+def test_a_fill_above_the_clamp_is_a_level_of_its_own() -> None:
+    """max(s, finfo.min) turns -inf into finfo.min; a row of both has its weight on the higher fill."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, near: Tensor, half: float = LOW / 2) -> Tensor:
+        s = (q @ k.mT).masked_fill(~keep, half) + torch.where(near, 0.0, -torch.inf)
+        return torch.maximum(s, torch.full((), LOW)).softmax(-1) @ v
+
+    near = KEEP.clone()
+    near[1, 0] = True
+    assert _outcome(function, *_qkv(), KEEP, near) == "unsupported_dtype"
+    same = lambda *args: function(*args, half=LOW)
+    assert _outcome(same, *_qkv(), KEEP, near) == "fused"
+
+
+def test_a_mask_that_is_normalised_is_data() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask / mask.sum(-1, keepdim=True))
+
+    assert _outcome(function, *_qkv(), torch.rand(3, 3)) == "fused"
+
+    def product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.mT + mask - mask.amax(-1, keepdim=True)).softmax(-1) @ v
+
+    assert _outcome(product, *_qkv(), torch.rand(3, 3)) == "fused"
+
+
+def test_tensors_without_elements_decline() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q.unflatten(1, (2, 1)) @ k.unflatten(1, (2, 1)).mT).softmax(-1) @ v.unflatten(1, (2, 1))
+
+    assert _outcome(function, *_qkv(keys=0)) == "unsupported_shape"
+    assert _outcome(F.scaled_dot_product_attention, *_qkv(keys=0)) == "unsupported_shape"
