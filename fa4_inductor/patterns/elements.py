@@ -135,7 +135,8 @@ class Elements:
                 _check_width(node, value)
                 return self._collapsed(node, index, value)
             if node in self._normalised:
-                raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"{node.target} on the probabilities")
+                detail = f"the probabilities pass through {node.target} before they meet V"
+                raise DeclineSite(DeclineReason.NOT_ATTENTION, detail)
         except DeclineSite as refusal:
             if self.chosen in self._contractions.get(node, ()) or node in self._normalised:
                 raise

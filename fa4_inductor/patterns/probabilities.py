@@ -92,7 +92,8 @@ def _of_softmax(ev: Elements, node: fx.Node, index: tuple[sympy.Expr, ...]) -> D
     if extra == 0:
         return Distribution(logits, None, dtype, Form.SHIFTED)
     if extra > 1:
-        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "more than one extra column in the softmax")
+        detail = f"the softmax has {size} columns, the product with V takes {space.seqlen_k} of them"
+        raise DeclineSite(DeclineReason.UNSUPPORTED_OP, detail)
     column = space.seqlen_k if offset == 0 else sympy.Integer(0)
     sink = ev.value(source, (*index[:dim], column, *index[dim + 1 :]))
     return Distribution(logits, sink, dtype, Form.SHIFTED)
@@ -154,7 +155,7 @@ def sink_of_gate(ev: Elements, gate: E.Expr, logits: E.Expr) -> E.Expr | None:
 
 def _without_row_constants(ev: Elements, found: Distribution) -> Distribution:
     """Softmax does not change when the maximum of the row is subtracted from all its logits."""
-    logits, dropped = _drop(ev, found.logits)
+    logits, dropped = _drop(ev, found.logits, scaled=found.sink is None)
     sink = found.sink
     if sink is not None:
         sink, same = _drop(ev, sink)
@@ -198,9 +199,18 @@ def _atom(ev: Elements, e: E.Expr) -> Atom:
     return atom
 
 
-def _drop(ev: Elements, e: E.Expr) -> tuple[E.Expr, list[tuple[E.Expr, E.Expr]]]:
-    """`e` without the maxima subtracted from it, and each of them with what it was subtracted from."""
+def _drop(ev: Elements, e: E.Expr, *, scaled: bool = False) -> tuple[E.Expr, list[tuple[E.Expr, E.Expr]]]:
+    """`e` without the maxima subtracted from it, and each of them with what it was subtracted from.
+
+    `scaled`: in (x - max) * c with c > 0, too.
+    """
     dropped: list[tuple[E.Expr, E.Expr]] = []
+    if scaled and e.op in ("mul", "div"):
+        x, c = e.args if e.args[1].is_const or e.op == "div" else e.args[::-1]
+        if E.is_finite_const(c) and c.value > 0:
+            inner, dropped = _drop(ev, x, scaled=True)
+            return E.call(e.op, inner, c), dropped
+        return e, dropped
     if e.op == "neg":
         e = 0.0 - e.args[0]
     while e.op == "sub" and (atom := ev.atom_of(e.args[1])) is not None and atom.kind == "max":

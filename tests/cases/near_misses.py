@@ -199,7 +199,7 @@ CASES = (
     Case("active_dropout", active_dropout, decline=R.DROPOUT),
     Case("sdpa_dropout", sdpa_dropout, decline=R.DROPOUT),
     Case("weighted_probabilities", weighted_probabilities, decline=R.NOT_ATTENTION, extra=_w),
-    Case("log_probabilities", log_probabilities, decline=R.UNSUPPORTED_OP),
+    Case("log_probabilities", log_probabilities, decline=R.NOT_ATTENTION),
     Case("top_scores", top_scores, sites=0),
     Case("partial_columns", partial_columns, decline=R.UNSUPPORTED_OP),
     Case("wrong_normaliser", wrong_normaliser, decline=R.UNSUPPORTED_OP),

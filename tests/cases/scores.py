@@ -129,11 +129,24 @@ def gate_of_other_scores(q, k, v, sinks):
     return gated(q, k, v, sinks, torch.finfo(q.dtype).min, lambda scores: scores * 2)
 
 
+def relaxed_softmax(q, k, v):
+    """The row maximum is subtracted from scores scaled down, and they are scaled up again (CogView)."""
+    scores = scores_of(q, k) / 32
+    return ((scores - scores.amax(-1).unsqueeze(-1)) * 32).softmax(-1) @ v
+
+
+def maximum_over_queries(q, k, v):
+    scores = scores_of(q, k) / 32
+    return ((scores - scores.amax(-2, keepdim=True)) * 32).softmax(-1) @ v
+
+
 def _sinks():
     return (torch.linspace(-2, 2, HEADS, dtype=torch.float64),)
 
 
 CASES = (
+    Case("relaxed_softmax", relaxed_softmax, program()),
+    Case("maximum_over_queries", maximum_over_queries, decline=DeclineReason.UNSUPPORTED_OP),
     Case("sink_as_gate", sink_as_gate, program(keep=CAUSAL, sink="aux0[h]", empty_row="zero"), "float64[1]",
          extra=_sinks),
     *(Case(f.__name__, f, decline=DeclineReason.PROBS_ESCAPE, extra=_sinks)
