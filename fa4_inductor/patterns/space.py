@@ -106,9 +106,23 @@ class Space:
         for name, size in (("seqlen_q", self.seqlen_q), ("seqlen_k", self.seqlen_k)):
             if symbol == size:
                 return E.size(name)
+        past = self._past_length(symbol)
+        if past is not None:
+            return past
         if symbol not in self.symbols:
             self.symbols.append(symbol)
         return E.size(f"size{self.symbols.index(symbol)}")
+
+    def _past_length(self, symbol: sympy.Symbol) -> E.Expr | None:
+        """The length of a cache to which this call's keys are appended, in terms of the lengths that programs know.
+
+        Saying it that way takes no run-time integer and shows that the last query sees every key.
+        """
+        rest = sympy.expand(self.seqlen_k - symbol)
+        if rest.is_Integer:
+            return E.size("seqlen_k") - int(rest)
+        rest = sympy.expand(rest - self.seqlen_q)
+        return E.size("seqlen_k") - E.size("seqlen_q") - int(rest) if rest.is_Integer else None
 
     def to_index(self, e: E.Expr) -> sympy.Expr:
         """An INT expression as a subscript; what is not linear in the indices becomes a value symbol."""
