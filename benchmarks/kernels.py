@@ -42,6 +42,12 @@ class Case:
         return self.batch or max(1, 32768 // self.seqlen)
 
     @property
+    def long_q(self) -> bool:
+        from fa4_inductor.lowering.config_table import LONG_SEQLEN_Q
+
+        return self.seqlen >= LONG_SEQLEN_Q
+
+    @property
     def flops(self) -> float:
         """4 * B * H * D * kept scores."""
         s = self.seqlen
@@ -75,8 +81,9 @@ def program_cases() -> list[Case]:
         "causal",
         "softcap_causal",
         "alibi_causal",
-        "t5_table",
+        "distance_table",
         "dense_bias",
+        "tma_bias",
         "window",
         "padding",
         "padding_causal",
@@ -117,7 +124,7 @@ def ours(case: Case, inputs: Any, overrides: dict[str, Any]) -> Callable[[], Any
 
     q, k, v, aux, sizes = inputs
     name, dtype, d, dv, group, need_lse = kernel_job(case)
-    config = prebuilt.resolve_config(name, d, dv, overrides)
+    config = prebuilt.resolve_config(name, d, dv, overrides, case.long_q)
     compiled = prebuilt.forward(name, dtype, d, dv, group, need_lse, config)
     program = fwd_cases.load_program(name)
     mean = v.float().mean(2) if program.EMPTY_ROW == "mean" and program.MAY_BE_EMPTY else None
@@ -136,9 +143,10 @@ def peer(name: str, case: Case, inputs: Any) -> Callable[[], Any]:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    q, k, v, _, _ = inputs
+    q, k, v, aux, _ = inputs
     causal, grouped = case.program == "causal", case.heads != case.kv_heads
-    if case.program not in ("plain", "causal", "window") or (case.program == "window" and name != "fa4"):
+    offered = {"window": ("fa4",), "tma_bias": ("flex",)}.get(case.program, PEERS)
+    if case.program not in ("plain", "causal", "window", "tma_bias") or name not in offered:
         raise NotImplementedError(f"{name} has no {case.program}")
     if name == "fa4":
         from flash_attn.cute import flash_attn_func
@@ -162,7 +170,10 @@ def peer(name: str, case: Case, inputs: Any) -> Callable[[], Any]:
     # One recompilation per shape; past the default limit flex_attention would silently run uncompiled.
     torch._dynamo.config.recompile_limit = 128
     flex = torch.compile(flex_attention, dynamic=False)
-    return lambda: flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+    score_mod = None
+    if case.program == "tma_bias":
+        score_mod = lambda s, b, h, i, j: s + aux[0][h, i, j]  # noqa: E731
+    return lambda: flex(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=grouped)
 
 
 def time_interleaved(runs: dict[str, Callable[[], Any]], rounds: int, budget_ms: float) -> dict[str, float]:
@@ -303,7 +314,7 @@ def main() -> None:
     if args.export:
         import prebuilt
 
-        jobs = {(*kernel_job(c), tuple(v.items())) for c in cases for v in variants}
+        jobs = {(*kernel_job(c), tuple(v.items()), c.long_q) for c in cases for v in variants}
         print(len(prebuilt.export_all(args.export, sorted(jobs, key=repr), args.workers)), "kernels in", args.export)
         return
     import torch

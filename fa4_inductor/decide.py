@@ -11,6 +11,8 @@ from torch import fx
 
 from fa4_inductor import log
 from fa4_inductor.errors import Declined, DeclineReason, DeclineSite, KernelUnavailable
+from fa4_inductor.lowering.aux_layout import dense_slots, has_unit_stride, streamed_slots, suits_tma
+from fa4_inductor.lowering.config_table import LONG_SEQLEN_Q
 from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.lowering.select import choose
 from fa4_inductor.lowering.support import Operands
@@ -171,7 +173,8 @@ def _prepare(site: Site, key: CompileKey, settings: Settings) -> None:
     q = operand_value(site.q)
     dims = (key.head_dim, key.head_dim_v, key.qhead_per_kvhead)
     kernel = compiler.get_kernel(key, settings)
-    launch.prepare(kernel, key.program, q.dtype, *dims, q.device, key.need_lse, settings.strict)
+    plan_key = launch.PlanKey(key.program, q.dtype, *dims, q.device, key.need_lse, **_first_launch(site))
+    launch.prepare(kernel, plan_key, key.dense_aux, settings.strict)
 
 
 def _without_kernel(
@@ -193,4 +196,24 @@ def _key_of(match: AttentionMatch, settings: Settings) -> CompileKey:
     q, k, v = operand_values(match)
     target = _target(q, settings, explaining=False)
     program = prepare(match.spec).spec.text
-    return compiler.forward_key(program, q.dtype, int(q.shape[3]), int(v.shape[3]), _group(q, k), False, target)
+    dims = (int(q.shape[3]), int(v.shape[3]), _group(q, k))
+    return compiler.forward_key(program, q.dtype, *dims, False, target, **_first_launch(match))
+
+
+def _first_launch(match: AttentionMatch) -> dict[str, bool]:
+    """Which of a program's kernels the first launch takes, by the length and strides seen while compiling. Another one
+    is made when it is needed."""
+    length = _hint(operand_value(match.q).shape[2])
+    prepared = prepare(match.spec)
+    dense, regular = dense_slots(prepared.spec), True
+    for slot in streamed_slots(prepared.spec):
+        if prepared.slots[slot] < len(match.aux):  # tables are made contiguous
+            t = operand_value(match.aux[prepared.slots[slot]])
+            strides, shape = [_hint(s) for s in t.stride()], [_hint(n) for n in t.shape]
+            regular &= suits_tma(strides, shape, t.itemsize) if slot in dense else has_unit_stride(strides, shape)
+    return {"long_q": length is not None and length >= LONG_SEQLEN_Q, "regular": regular}
+
+
+def _hint(size: Any) -> int | None:
+    """The value that a size or stride has while compiling; None where it depends on data."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size

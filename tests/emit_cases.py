@@ -52,7 +52,7 @@ OPS_PROGRAMS: dict[str, AttentionSpec] = {
         keep="((q_idx > 1) ^ (kv_idx != 2)) | ~(kv_idx * q_idx >= 6) & where(h == 1, kv_idx < 2, bool(kv_idx % 3))"
     ),
     "loads": spec_of(
-        "score + aux0[q_idx, kv_idx] * aux1[h] + aux2[kv_idx] + float(aux3[b, kv_idx] + aux4[kv_idx - q_idx])",
+        "score + aux0[q_idx, kv_idx] * aux1[h] + aux2[kv_idx] + float(aux3[b, kv_idx] + aux4[abs(kv_idx - q_idx)])",
         "aux5[b, 0, kv_idx] & (aux6[aux4[q_idx + 1]] > 0)",
         aux="float16[2],bfloat16[1],float32[1],int64[2],int32[1],bool[3],uint8[1]",
     ),

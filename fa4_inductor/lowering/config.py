@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
 
 _MMA_M = 64  # rows of one wgmma instruction: one consumer warpgroup owns one such slab of the query tile
+_SMEM_BYTES = 227 << 10
+_BARRIER_BYTES = 2048  # mbarriers, the list of tiles to redo, alignment of the buffers
+
+
+@dataclass(frozen=True)
+class SmemPlan:
+    """Shared memory of one CTA in bytes: `stage` is one slot of the K and V rings, with the dense tiles that travel
+    with K. `output_aliases_q`: O has no buffer of its own and is written over Q. `fits`: an SM has that much."""
+
+    stage: int
+    output_aliases_q: bool
+    fits: bool
 
 
 @dataclass(frozen=True)
@@ -17,6 +31,8 @@ class KernelConfig:
         num_stages: K tiles (and V tiles) held in shared memory.
         order_warpgroups: let the consumer warpgroups take turns issuing wgmma, so that one runs its softmax while
             another feeds the tensor cores (ping-pong).
+        min_heads: heads (over all batches) whose query tiles are dealt out together, longest first, at least: more of
+            them balance the CTAs better, fewer keep K and V in L2.
         optimistic_max: fix the softmax shift after the masked tiles and verify at the end; bf16 only.
 
     Raises:
@@ -27,6 +43,7 @@ class KernelConfig:
     tile_n: int = 128
     num_stages: int = 2
     order_warpgroups: bool = True
+    min_heads: int = 16
     optimistic_max: bool = True
 
     def __post_init__(self) -> None:
@@ -41,3 +58,25 @@ class KernelConfig:
     def tile_m(self) -> int:
         """Query rows per tile."""
         return _MMA_M * self.num_consumers
+
+    def smem(self, tile_d: int, tile_dv: int, dense_bytes: int = 0) -> SmemPlan:
+        """What the kernel needs at padded head dims, in a half type.
+
+        Args:
+            dense_bytes: per score, of the aux tiles [tile_m, tile_n] that are loaded beside K (lowering.aux_layout).
+        """
+        size = 2
+        stage = self.tile_n * (size * (tile_d + tile_dv) + self.tile_m * dense_bytes)
+        room = _SMEM_BYTES - _BARRIER_BYTES - self.tile_m * tile_d * size - self.num_stages * stage
+        aliases = room < self.tile_m * tile_dv * size
+        return SmemPlan(stage, aliases, room >= 0 and not (aliases and tile_dv > tile_d))
+
+    @property
+    def text(self) -> str:
+        """The fields as JSON, for keys."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def parse(cls, text: str) -> KernelConfig:
+        """The configuration that wrote `text`."""
+        return cls(**json.loads(text))

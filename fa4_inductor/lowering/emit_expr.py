@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from fa4_inductor.analysis.parts import Stage, stage
 from fa4_inductor.errors import ProgramError
 from fa4_inductor.spec.attention import AuxSpec
-from fa4_inductor.spec.expr import Expr, call, walk
+from fa4_inductor.spec.expr import Expr, walk
 from fa4_inductor.spec.linear import Linear, linear, to_expr
 from fa4_inductor.spec.ops import OPS, Kind
 
@@ -33,7 +33,7 @@ _CALLS = {
     ("floor", Kind.FLOAT): "pops.floor", ("ceil", Kind.FLOAT): "pops.ceil", ("trunc", Kind.FLOAT): "pops.trunc",
     ("round", Kind.FLOAT): "pops.round_even", ("sqrt", Kind.FLOAT): "pops.sqrt", ("rsqrt", Kind.FLOAT): "pops.rsqrt",
     ("sin", Kind.FLOAT): "cute.math.sin", ("cos", Kind.FLOAT): "cute.math.cos", ("erf", Kind.FLOAT): "cute.math.erf",
-    ("pow", Kind.FLOAT): "cute.math.pow", ("fma", Kind.FLOAT): "ops.fma",
+    ("clamp_index", Kind.INT): "ops.clamp_index", ("pow", Kind.FLOAT): "cute.math.pow", ("fma", Kind.FLOAT): "ops.fma",
     ("fma_rz", Kind.FLOAT): "pops.fma_rz", ("mul_rz", Kind.FLOAT): "pops.mul_rz",
 }  # fmt: skip
 _FAST = {
@@ -55,15 +55,16 @@ def aux_length(slot: int, dim: int) -> Expr:
     return Expr("size", Kind.INT, (), f"ctx.aux[{slot}].shape[{dim}]")
 
 
-def clamp_loads(root: Expr) -> Expr:
+def clamp_loads(root: Expr, dense: tuple[Expr, ...] = ()) -> Expr:
     """`root` with every load index forced into its dimension: elements that will be dropped may point anywhere.
 
     The clamp is part of the expression, so one on an index that only depends on the row or the key happens once there.
+    `dense` loads come from shared memory, where nothing is out of range.
     """
     done: dict[Expr, Expr] = {}
     for node in walk(root):
-        args = tuple(done[a] for a in node.args)
-        if node.op == "load":
+        args = node.args if node in dense else tuple(done[a] for a in node.args)
+        if node.op == "load" and node not in dense:
             args = tuple(_clamped(i, aux_length(node.value, dim)) for dim, i in enumerate(args))
         done[node] = node if args == node.args else Expr(node.op, node.kind, args, node.value)
     return done[root]
@@ -96,7 +97,7 @@ def _grouped(e: Expr) -> Expr:
 def _clamped(index: Expr, length: Expr) -> Expr:
     if index.is_const and index.value == 0:
         return index
-    return call("maximum", call("minimum", index, length - 1), 0)
+    return Expr("clamp_index", Kind.INT, (index, length - 1))
 
 
 def exact_nodes(score_roots: Iterable[Expr], exact_roots: Iterable[Expr]) -> frozenset[Expr]:
@@ -119,11 +120,22 @@ class Writer:
     Args:
         aux: dtypes of the aux tensors. exact: nodes that need exact forms.
         given: text of values computed at an earlier stage, such as `u[0]`.
+        dense: loads whose elements are handed over as `d[0], d[1], ...`.
+        unit_stride: slots of tensors with an innermost stride of 1.
     """
 
-    def __init__(self, aux: tuple[AuxSpec, ...], exact: frozenset[Expr], given: dict[Expr, str]) -> None:
+    def __init__(
+        self,
+        aux: tuple[AuxSpec, ...],
+        exact: frozenset[Expr],
+        given: dict[Expr, str],
+        dense: tuple[Expr, ...] = (),
+        unit_stride: tuple[int, ...] = (),
+    ) -> None:
         self.aux = aux
         self.exact = exact
+        self.dense = dense
+        self.unit_stride = unit_stride
         self.text: dict[Expr, str] = dict(given)
         self.lines: list[str] = []
 
@@ -152,7 +164,7 @@ class Writer:
         def visit(node: Expr) -> None:
             if node in order:
                 return
-            if node not in self.text:
+            if node not in self.text and node not in self.dense:
                 for arg in node.args:
                     visit(arg)
             order[node] = None
@@ -215,8 +227,13 @@ class Writer:
         return f"Int32({element})" if node.kind is Kind.INT else f"Float32({element})"
 
     def _element(self, node: Expr) -> str:
-        indices = ", ".join(bare(self.text[a]) for a in node.args) or "0"
-        return f"ctx.aux[{node.value}][{indices}]"
+        if node in self.dense:
+            return f"d[{self.dense.index(node)}]"
+        indices = [bare(self.text[a]) for a in node.args]
+        if node.value in self.unit_stride:
+            row = ", ".join([*indices[:-1], "None"])
+            return f"ops.entry(ctx.aux[{node.value}][{row}], {indices[-1]})"
+        return f"ctx.aux[{node.value}][{', '.join(indices) or '0'}]"
 
     def _loaded(self, node: Expr) -> str | None:
         """The element itself, for a load that is written here: a test against zero needs no conversion."""

@@ -7,14 +7,16 @@ compare the key with per-row bounds.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fa4_inductor.analysis.facts import AttentionFacts
 from fa4_inductor.analysis.parts import Stage, drop_row_constants, stage
 from fa4_inductor.lowering.emit_expr import LOG2_E, Writer, bare, clamp_loads, exact_nodes, group_by_stage
-from fa4_inductor.lowering.log2_score import log2_score, scaled
+from fa4_inductor.lowering.log2_score import SHIFT, log2_score, scaled
 from fa4_inductor.spec.attention import AttentionSpec
 from fa4_inductor.spec.expr import TRUE, Expr, score, substitute, walk
 
@@ -24,12 +26,15 @@ _ARGUMENTS = {
     "row": "ctx, b, h, q_idx, u",
     "column": "ctx, b, h, kv_idx, u",
     "score": "ctx, s, b, h, q_idx, kv_idx, u, r, c",
+    "shifted_score": "ctx, s, b, h, q_idx, kv_idx, u, r, c, shift",
     "keep": "ctx, b, h, q_idx, kv_idx, u, r, c",
     "keep_column": "ctx, b, h, kv_idx, u, c",
     "kv_range": "ctx, b, h, q_lo, q_hi",
     "kv_full": "ctx, b, h, q_lo, q_hi",
     "sink": "ctx, b, h, q_idx",
+    "dense_index": "ctx, b, h",
 }
+_PER_ELEMENT = ("score", "shifted_score", "keep")
 _HEADER = """\
 from cutlass import Boolean, Float32, Int32, cute
 
@@ -51,6 +56,9 @@ class _Roots:
     sink: Expr | None
     kv_range: tuple[Expr, Expr]
     kv_full: tuple[Expr, Expr]
+    dense: tuple[Expr, ...] = ()
+    shifted: Expr | None = None
+    unit_stride: tuple[int, ...] = ()
     exact: frozenset[Expr] = field(default_factory=frozenset)
 
     @property
@@ -58,10 +66,20 @@ class _Roots:
         return self.score is score()
 
 
-def emit_program(spec: AttentionSpec, facts: AttentionFacts, *, need_lse: bool = False, fast_math: bool = True) -> str:
+def emit_program(
+    spec: AttentionSpec,
+    facts: AttentionFacts,
+    *,
+    need_lse: bool = False,
+    fast_math: bool = True,
+    dense: tuple[Expr, ...] = (),
+    unit_stride: tuple[int, ...] = (),
+) -> str:
     """Module text for `spec`; equal arguments give equal text.
 
     Args:
+        dense: loads of the spec (lowering.aux_layout) that the kernel brings in as tiles.
+        unit_stride: aux slots of tensors with an innermost stride of 1.
         need_lse: keep the terms that shift the LSE without changing the output.
         fast_math: logits through the special function unit, with tanh good to 2^-11 (relative); False computes tanh,
             exp, log and divisions exactly, at several times their cost.
@@ -69,12 +87,14 @@ def emit_program(spec: AttentionSpec, facts: AttentionFacts, *, need_lse: bool =
     Raises:
         ProgramError: an integer constant does not fit into int32 arithmetic.
     """
-    roots = _roots(spec, facts, need_lse, fast_math)
+    roots = dataclasses.replace(_roots(spec, facts, need_lse, fast_math, dense), unit_stride=unit_stride)
     parts = [f'"""{spec.text}"""\n\n{_HEADER}', _flags(spec, facts, roots)]
     stages, given = _staged(spec, roots)
     parts += stages
     if not roots.plain:
         parts.append(_function("score", [roots.score], spec, roots, given))
+    if roots.shifted is not None:
+        parts.append(_function("shifted_score", [roots.shifted], spec, roots, given | {SHIFT: "shift"}))
     if facts.keep is not TRUE:
         parts.append(_function("keep", [roots.keep], spec, roots, given))
         if roots.column is not TRUE:
@@ -83,6 +103,8 @@ def emit_program(spec: AttentionSpec, facts: AttentionFacts, *, need_lse: bool =
         parts.append(_function("kv_full", list(roots.kv_full), spec, roots, {}))
     if roots.sink is not None:
         parts.append(_function("sink", [roots.sink], spec, roots, {}))
+    if dense:
+        parts.append(_dense_index(spec, roots))
     return "\n\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -102,17 +124,22 @@ def write_program(text: str, digest: str, directory: Path) -> Path:
     return path
 
 
-def _roots(spec: AttentionSpec, facts: AttentionFacts, need_lse: bool, fast_math: bool) -> _Roots:
+def _roots(
+    spec: AttentionSpec, facts: AttentionFacts, need_lse: bool, fast_math: bool, dense: tuple[Expr, ...]
+) -> _Roots:
     shifted = spec.score if need_lse or spec.sink is not None else drop_row_constants(spec.score)
     # The kernel takes the maximum of raw products where nothing is to be computed, which a negative scale turns around.
     plain = shifted is score() and spec.softmax_scale > 0
-    logit = shifted if plain else _prepared(log2_score(_of_raw_product(shifted, spec.softmax_scale)))
-    keep, column = _prepared(facts.keep), _prepared(facts.column)
+    raw = _of_raw_product(shifted, spec.softmax_scale)
+    logit = shifted if plain else _prepared(log2_score(raw), dense)
+    with_shift = None if plain else _prepared(log2_score(raw, SHIFT), dense)
+    keep, column = _prepared(facts.keep, dense), _prepared(facts.column)
     sink = None if spec.sink is None else _prepared(scaled(spec.sink, LOG2_E))
     ranges = [_prepared(e) for e in (*facts.kv_range, *facts.kv_full_rest)]
-    logits = [logit] if sink is None else [logit, sink]
+    logits = [e for e in (logit, with_shift, sink) if e is not None]
     exact = exact_nodes(logits, [keep, column, *ranges] if fast_math else [keep, column, *ranges, *logits])
-    return _Roots(logit, keep, column, sink, (ranges[0], ranges[1]), (ranges[2], ranges[3]), exact)
+    kv_range, kv_full = (ranges[0], ranges[1]), (ranges[2], ranges[3])
+    return _Roots(logit, keep, column, sink, kv_range, kv_full, dense, with_shift, exact=exact)
 
 
 def _of_raw_product(e: Expr, softmax_scale: float) -> Expr:
@@ -120,13 +147,13 @@ def _of_raw_product(e: Expr, softmax_scale: float) -> Expr:
     return substitute(e, {score(): score() * softmax_scale})
 
 
-def _prepared(e: Expr) -> Expr:
-    return clamp_loads(group_by_stage(e))
+def _prepared(e: Expr, dense: tuple[Expr, ...] = ()) -> Expr:
+    return clamp_loads(group_by_stage(e), dense)
 
 
 def _flags(spec: AttentionSpec, facts: AttentionFacts, roots: _Roots) -> str:
     bound = None if facts.score_bound is None else facts.score_bound * LOG2_E
-    flags = {
+    flags: dict[str, object] = {
         "PLAIN": roots.plain,
         "RAW_SCORE": not roots.plain,  # `score` takes q . k without the scale
         "MASKED": facts.keep is not TRUE,
@@ -137,6 +164,10 @@ def _flags(spec: AttentionSpec, facts: AttentionFacts, roots: _Roots) -> str:
         "AUX": tuple((a.dtype, a.ndim) for a in spec.aux),
         "NUM_SIZES": spec.num_sizes,
     }
+    if roots.dense:
+        flags["DENSE"] = tuple(load.value for load in roots.dense)
+    if roots.unit_stride:
+        flags["UNIT_STRIDE"] = roots.unit_stride
     return "\n".join(f"{name} = {_literal(value)}" for name, value in flags.items())
 
 
@@ -147,7 +178,7 @@ def _literal(value: object) -> str:
 def _staged(spec: AttentionSpec, roots: _Roots) -> tuple[list[str], dict[Expr, str]]:
     """The functions `uniform`, `row`, `column` that are needed, and where later stages find their values."""
     per_element = [r for r in (roots.score, roots.keep, roots.column) if r.args]
-    exported = _exported(per_element)
+    exported = _exported(per_element, roots.dense)
     functions: list[str] = []
     given: dict[Expr, str] = {}
     for at, name in ((Stage.UNIFORM, "uniform"), (Stage.ROW, "row"), (Stage.COLUMN, "column")):
@@ -158,13 +189,13 @@ def _staged(spec: AttentionSpec, roots: _Roots) -> tuple[list[str], dict[Expr, s
     return functions, given
 
 
-def _exported(per_element: list[Expr]) -> dict[Stage, list[Expr]]:
+def _exported(per_element: list[Expr], dense: tuple[Expr, ...]) -> dict[Stage, list[Expr]]:
     """For each stage below ELEMENT, the values that a later stage (or the element functions themselves) reads."""
     found: dict[Stage, dict[Expr, None]] = {s: {} for s in Stage}
     for root in per_element:
         found[stage(root)][root] = None
         for node in walk(root):
-            for arg in node.args:
+            for arg in () if node in dense else node.args:
                 if stage(arg) < stage(node) and _is_work(arg):
                     found[stage(arg)][arg] = None
     return {s: list(found[s]) for s in (Stage.UNIFORM, Stage.ROW, Stage.COLUMN)}
@@ -178,10 +209,25 @@ def _is_work(e: Expr) -> bool:
 def _function(
     name: str, values: list[Expr], spec: AttentionSpec, roots: _Roots, given: dict[Expr, str], as_tuple: bool = False
 ) -> str:
-    writer = Writer(spec.aux, roots.exact, given)
+    writer = Writer(spec.aux, roots.exact, given, roots.dense, roots.unit_stride)
     texts = [bare(text) for text in writer.body(values)]
     result = ", ".join(texts)
     if as_tuple:
-        result = f"({result},)" if len(texts) == 1 else f"({result})"
+        result = _tuple(texts)
+    arguments = f"{_ARGUMENTS[name]}, d" if roots.dense and name in _PER_ELEMENT else _ARGUMENTS[name]
     lines = [*writer.lines, f"return {result}"]
-    return f"def {name}({_ARGUMENTS[name]}):\n" + "\n".join(f"    {line}" for line in lines)
+    return f"def {name}({arguments}):\n" + "\n".join(f"    {line}" for line in lines)
+
+
+def _tuple(texts: Iterable[str]) -> str:
+    items = list(texts)
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+def _dense_index(spec: AttentionSpec, roots: _Roots) -> str:
+    """The indices before [q_idx, kv_idx] of each dense load."""
+    leads = [[_prepared(i) for i in load.args[:-2]] for load in roots.dense]
+    writer = Writer(spec.aux, roots.exact, {}, unit_stride=roots.unit_stride)
+    texts = iter([bare(text) for text in writer.body([i for lead in leads for i in lead])])
+    lines = [*writer.lines, f"return {_tuple(_tuple(next(texts) for _ in lead) for lead in leads)}"]
+    return f"def dense_index({_ARGUMENTS['dense_index']}):\n" + "\n".join(f"    {line}" for line in lines)

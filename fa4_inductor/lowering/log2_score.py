@@ -20,14 +20,24 @@ from fa4_inductor.spec.expr import Expr, call, cast, const, walk
 from fa4_inductor.spec.ops import Kind
 from fa4_inductor.spec.simplify import simplify
 
+SHIFT = Expr("shift", Kind.FLOAT)
+"""Minus the row's softmax shift, a value that only kernel programs know."""
+
 _SPLIT = frozenset({"add", "sub", "neg", "abs", "minimum", "maximum"})
 
 
-def log2_score(score: Expr) -> Expr:
-    """`score * log2(e)`. Score terms come last in the sum, so that they meet the rest in one fused multiply-add."""
+def log2_score(score: Expr, shift: Expr | None = None) -> Expr:
+    """`score * log2(e) + shift`.
+
+    Score terms come last in the sum, so that they meet the rest in one fused multiply-add, and the shift right before
+    them: what is added up before it may be large and cancel.
+    """
     parts = [_spread(t) for t in terms(scaled(float_distances(simplify(score)), LOG2_E))]
     saturating = [t for t in parts if t.op == "mul_rz" and stage(t) is Stage.ELEMENT]
-    result = total(sorted((t for t in parts if t not in saturating), key=lambda t: ("score" in t.free, stage(t))))
+    sums = sorted((t for t in parts if t not in saturating), key=lambda t: ("score" in t.free, stage(t)))
+    if shift is not None:
+        sums.insert(sum("score" not in t.free for t in sums), shift)
+    result = total(sums)
     for term in saturating:
         result = Expr("fma_rz", Kind.FLOAT, (*term.args, result))
     return result

@@ -23,6 +23,7 @@ import torch
 from fa4_inductor import log
 from fa4_inductor.analysis import facts
 from fa4_inductor.errors import KernelUnavailable
+from fa4_inductor.lowering.aux_layout import dense_bytes, dense_loads, streamed_slots
 from fa4_inductor.lowering.config import KernelConfig
 from fa4_inductor.lowering.config_table import select_config
 from fa4_inductor.lowering.emit_program import emit_program, write_program
@@ -31,7 +32,7 @@ from fa4_inductor.runtime.key import CompileKey, toolchain_versions
 from fa4_inductor.runtime.target import Target
 from fa4_inductor.settings import Settings
 from fa4_inductor.spec import AttentionSpec, EmptyRow, parse_spec
-from fa4_inductor.spec.expr import score
+from fa4_inductor.spec.expr import Expr, const, score
 
 Kernel = Callable[..., Any]
 NEEDS = "nvidia-cutlass-dsl 4.8 and apache-tvm-ffi"
@@ -44,9 +45,23 @@ _log = log.get_logger(__name__)
 
 
 def forward_key(
-    program: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, group: int, need_lse: bool, target: Target
+    program: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    group: int,
+    need_lse: bool,
+    target: Target,
+    *,
+    long_q: bool,
+    regular: bool,
 ) -> CompileKey:
     """The key of a forward kernel. group is Hq // Hkv.
+
+    Args:
+        long_q: whether the launches have at least `config_table.LONG_SEQLEN_Q` query rows.
+        regular: whether the launches' aux tensors are regular (lowering.aux_layout); dense loads then come by TMA if
+            their tiles fit.
 
     Raises:
         KernelUnavailable: for a dtype, head_dim or architecture that the kernel does not cover.
@@ -58,17 +73,27 @@ def forward_key(
     spec = parse_spec(program)
     if spec.softmax_scale <= 0:
         raise KernelUnavailable(f"the CuTe-DSL kernel needs a positive softmax scale, this is {spec.softmax_scale}")
-    config = _config(spec, head_dim, head_dim_v)
+    loads = dense_loads(spec) if regular else ()
+    config = _config(spec, head_dim, head_dim_v, long_q, loads)
+    if config is None and loads:
+        loads, config = (), _config(spec, head_dim, head_dim_v, long_q, ())
     if config is None:
         raise KernelUnavailable(f"the CuTe-DSL kernel has no configuration for head dims {head_dim}, {head_dim_v}")
+    sizes = (head_dim, head_dim_v, group)
     return CompileKey(
-        program, _DTYPES[dtype], head_dim, head_dim_v, group, need_lse, target.arch, target.sm_count, repr(config)
-    )
+        program, _DTYPES[dtype], *sizes, need_lse, target.arch, target.sm_count, config.text,
+        regular and bool(streamed_slots(spec)), bool(loads),
+    )  # fmt: skip
 
 
-def _config(spec: AttentionSpec, head_dim: int, head_dim_v: int) -> KernelConfig | None:
-    masked, plain = not facts(spec).is_full, spec.score is score()
-    return select_config(head_dim, head_dim_v, masked, plain, len(spec.aux))
+def _config(
+    spec: AttentionSpec, head_dim: int, head_dim_v: int, long_q: bool, loads: tuple[Expr, ...]
+) -> KernelConfig | None:
+    known, plain = facts(spec), spec.score is score()
+    return select_config(
+        head_dim, head_dim_v, not known.is_full, plain, len(spec.aux),
+        windowed=known.kv_range[0] is not const(0), long_q=long_q, dense_bytes=dense_bytes(spec, loads),
+    )  # fmt: skip
 
 
 def needs_v_mean(spec: AttentionSpec) -> bool:
@@ -135,7 +160,7 @@ def _build(key: CompileKey) -> Kernel:
             aux=tuple((a.dtype, a.ndim) for a in spec.aux),
             num_sizes=spec.num_sizes,
             need_lse=key.need_lse,
-            config=_config(spec, key.head_dim, key.head_dim_v),
+            config=KernelConfig.parse(key.config),
             num_sms=key.num_sms,
         )
 
@@ -143,7 +168,10 @@ def _build(key: CompileKey) -> Kernel:
 def load_program(spec: AttentionSpec, key: CompileKey) -> ModuleType:
     """The program of `spec`, imported from a file private to this process, because CuTe-DSL reads source."""
     digest = key.digest()
-    path = write_program(emit_program(spec, facts(spec), need_lse=key.need_lse), digest, Path(_program_directory()))
+    loads = dense_loads(spec) if key.dense_aux else ()
+    unit_stride = streamed_slots(spec) if key.regular_aux else ()
+    text = emit_program(spec, facts(spec), need_lse=key.need_lse, dense=loads, unit_stride=unit_stride)
+    path = write_program(text, digest, Path(_program_directory()))
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
     assert module_spec is not None and module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)

@@ -63,7 +63,9 @@ class CompileKey:
         dtype: of q, k, v and out, such as "bfloat16".
         qhead_per_kvhead: Hq // Hkv.
         num_sms: multiprocessors of the device, which size the persistent grid.
-        config: repr of the KernelConfig.
+        config: text of the KernelConfig.
+        regular_aux: streamed aux tensors have an innermost stride of 1 (lowering.aux_layout).
+        dense_aux: dense loads come by TMA, which their tensors' strides must allow.
         toolchain: (package, version) pairs that shape machine code.
         sources: fingerprint of our own sources that do.
     """
@@ -77,6 +79,8 @@ class CompileKey:
     arch: str
     num_sms: int
     config: str
+    regular_aux: bool = False
+    dense_aux: bool = False
     direction: str = "forward"
     toolchain: tuple[tuple[str, str], ...] = dataclasses.field(default_factory=toolchain_versions)
     sources: str = dataclasses.field(default_factory=source_fingerprint)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fa4_inductor import log
 from fa4_inductor.errors import KernelUnavailable
+from fa4_inductor.lowering.aux_layout import TMA_ALIGNMENT, dense_slots, has_unit_stride, streamed_slots, suits_tma
+from fa4_inductor.lowering.config_table import LONG_SEQLEN_Q
 from fa4_inductor.settings import Settings
 from fa4_inductor.spec import AttentionSpec, parse_spec
 
 Outputs = tuple[Tensor, Tensor]
 _DEVICES = ("cuda",)
-_ALIGNMENT = 16  # bytes: what TMA demands of addresses and of all strides but the innermost
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Plan:
     """A kernel with what its launches have in common.
 
     `bool_aux`: some aux are bool, handed over as uint8 views. `strict`: a refused launch is an error.
+    `dense`, `streamed`: aux slots that the kernel wants regular (lowering.aux_layout). `key`: of the plan, to find the
+    one for other tensors.
     """
 
     kernel: Callable[..., None]
@@ -33,9 +36,26 @@ class Plan:
     needs_v_mean: bool
     bool_aux: bool
     strict: bool = False
+    dense: tuple[int, ...] = ()
+    streamed: tuple[int, ...] = ()
+    key: PlanKey | None = None
 
 
-_plans: dict[tuple[Any, ...], Plan | None] = {}
+class PlanKey(NamedTuple):
+    """What a plan depends on. `long_q`, `regular`: as in `compile.forward_key`."""
+
+    program: str
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    group: int
+    device: torch.device
+    need_lse: bool
+    long_q: bool
+    regular: bool
+
+
+_plans: dict[PlanKey, Plan | None] = {}
 # Plans again, by shapes that have passed the checks: the look-up of every launch. Bounded, since lengths vary.
 _checked: dict[tuple[Any, ...], Plan] = {}
 _MAX_CHECKED = 4096
@@ -158,18 +178,24 @@ def _run_cute(
     need_lse: bool,
     out: Tensor | None,
 ) -> Outputs:
-    heads, kv_heads = q.shape[1], k.shape[1]
-    key = (program, q.dtype, q.shape[3], v.shape[3], heads // max(kv_heads, 1), q.device, need_lse)
-    try:
-        plan = _plans[key]
-    except KeyError:
-        plan = _plans[key] = _make_plan(*key)
+    group, long_q = q.shape[1] // max(k.shape[1], 1), q.shape[2] >= LONG_SEQLEN_Q
+    spec = _spec(program)
+    regular = _regular_aux(dense_slots(spec), streamed_slots(spec), aux) is not None
+    plan = _plan(PlanKey(program, q.dtype, q.shape[3], v.shape[3], group, q.device, need_lse, long_q, regular))
     if plan is None:
         return _RUN["reference"](q, k, v, aux, program, sizes, need_lse)
     if len(_checked) >= _MAX_CHECKED:
         _checked.clear()
     _checked[program, q.shape, k.shape, v.shape, q.dtype, q.device, need_lse] = plan
     return _launch(plan, q, k, v, aux, sizes, need_lse, out)
+
+
+def _plan(key: PlanKey) -> Plan | None:
+    try:
+        return _plans[key]
+    except KeyError:
+        plan = _plans[key] = _make_plan(key)
+        return plan
 
 
 def _launch(
@@ -191,10 +217,15 @@ def _launch(
         return out, lse
     if not k.shape[2]:
         return _fill_without_keys(plan, q, k, v, aux, sizes, out, lse, need_lse)
+    kernel_aux = _kernel_aux(plan, aux, q.device) if aux else None
+    if plan.streamed and kernel_aux is not None:
+        kernel_aux = _regular_aux(plan.dense, plan.streamed, kernel_aux)
+        if kernel_aux is None:
+            return _launch_irregular(plan, q, k, v, aux, sizes, need_lse)
     v_mean = torch.mean(v, 2, dtype=torch.float32) if plan.needs_v_mean else None
     arguments = (
         aligned(q), aligned(k), aligned(v), out, lse if need_lse else None, v_mean, plan.softmax_scale,
-        _kernel_aux(plan, aux, q.device) if aux else None, tuple(sizes) if sizes else None,
+        kernel_aux, tuple(sizes) if sizes else None,
     )  # fmt: skip
     try:
         if q.device.index == torch.cuda.current_device():
@@ -208,6 +239,35 @@ def _launch(
     return out, lse
 
 
+def _regular_aux(dense: tuple[int, ...], streamed: tuple[int, ...], aux: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    """`aux` with strides of 1 and for TMA in these slots; None where some tensor has others."""
+    views = list(aux)
+    for slot in streamed:
+        t = views[slot]
+        view = _readable(t) if slot in dense else t if t.stride(-1) == 1 else _with_unit_stride(t)
+        if view is None:
+            return None
+        views[slot] = view
+    return tuple(views)
+
+
+def _with_unit_stride(t: Tensor) -> Tensor | None:
+    if not has_unit_stride(t.stride(), t.shape):
+        return None
+    return t.as_strided(t.shape, (*t.stride()[:-1], 1), t.storage_offset())
+
+
+def _launch_irregular(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], sizes: Sequence[int], need_lse: bool
+) -> Outputs:
+    """The launch by the kernel for aux tensors of any strides."""
+    assert plan.key is not None
+    other = _plan(plan.key._replace(regular=False))
+    if other is None:
+        return _RUN["reference"](q, k, v, aux, plan.spec.text, sizes, need_lse)
+    return _launch(other, q, k, v, aux, sizes, need_lse)
+
+
 def _abandon(plan: Plan, error: Exception) -> None:
     """A kernel that was refused at launch, by a toolchain or device that does not fit, is used no more."""
     message = (str(error).strip().splitlines() or ["no message"])[0]
@@ -217,8 +277,8 @@ def _abandon(plan: Plan, error: Exception) -> None:
     log.warn_once(cause, "Attention runs in eager torch instead; `python -m fa4_inductor doctor` shows what is missing")
     for key in [key for key, known in _plans.items() if known is plan]:
         _plans[key] = None
-    for key in [key for key, known in _checked.items() if known is plan]:
-        del _checked[key]
+    for shapes in [shapes for shapes, known in _checked.items() if known is plan]:
+        del _checked[shapes]
 
 
 def _fill_without_keys(
@@ -246,37 +306,33 @@ def _kernel_aux(plan: Plan, aux: Sequence[Tensor], device: torch.device) -> tupl
 def aligned(t: Tensor) -> Tensor:
     """`t` (B, H, S, D) itself when TMA can read it, else the same values where it can."""
     s0, s1, s2, s3 = t.stride()
-    if s3 == 1 and not (s0 | s1 | s2) * t.itemsize % _ALIGNMENT and not t.data_ptr() % _ALIGNMENT:
+    if s3 == 1 and not (s0 | s1 | s2) * t.itemsize % TMA_ALIGNMENT and not t.data_ptr() % TMA_ALIGNMENT:
         return t
-    return _align(t)
+    view = _readable(t)
+    return t.clone(memory_format=torch.contiguous_format) if view is None else view
 
 
-def _align(t: Tensor) -> Tensor:
-    """A view when only strides of dimensions of size 1 are in the way, which mean nothing, else a copy."""
-    strides = list(t.stride())
-    for dim, length in enumerate(t.shape):
-        if length == 1:
-            strides[dim] = 1 if dim == 3 else _ALIGNMENT
-    view = t.as_strided(t.shape, strides, t.storage_offset())
-    s0, s1, s2, s3 = view.stride()
-    good = s3 == 1 and (s0 | s1 | s2) * t.element_size() % _ALIGNMENT == 0 and t.data_ptr() % _ALIGNMENT == 0
-    return view if good else t.clone(memory_format=torch.contiguous_format)
+def _readable(t: Tensor) -> Tensor | None:
+    """`t` for TMA: itself, a view when only strides of dimensions of size 1 are in the way, or None."""
+    if t.data_ptr() % TMA_ALIGNMENT or not suits_tma(t.stride(), t.shape, t.itemsize):
+        return None
+    strides = (*(s if n > 1 else TMA_ALIGNMENT for s, n in zip(t.stride()[:-1], t.shape)), 1)
+    return t if strides == t.stride() else t.as_strided(t.shape, strides, t.storage_offset())
 
 
-def _make_plan(
-    program: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, group: int, device: torch.device, need_lse: bool
-) -> Plan | None:
+def _make_plan(key: PlanKey) -> Plan | None:
     """The plan of a cute kernel; None, after one warning, when the kernel cannot be had here. Strict mode raises."""
     from fa4_inductor.runtime import compile as compiler
     from fa4_inductor.runtime.target import target_for
 
     settings = Settings.from_env()
     try:
-        target = target_for(device)
-        if device.type not in _DEVICES:
-            raise KernelUnavailable(f"CuTe-DSL kernels run on NVIDIA GPUs, not on {device.type}")
-        key = compiler.forward_key(program, dtype, head_dim, head_dim_v, group, need_lse, target)
-        return make_plan(compiler.get_kernel(key, settings), program, settings.strict)
+        target = target_for(key.device)
+        if key.device.type not in _DEVICES:
+            raise KernelUnavailable(f"CuTe-DSL kernels run on NVIDIA GPUs, not on {key.device.type}")
+        compile_key = compiler.forward_key(*key[:5], key.need_lse, target, long_q=key.long_q, regular=key.regular)
+        kernel = compiler.get_kernel(compile_key, settings)
+        return make_plan(kernel, key, compile_key.dense_aux, settings.strict)
     except KernelUnavailable as error:
         if settings.strict:
             raise
@@ -284,28 +340,20 @@ def _make_plan(
         return None
 
 
-def make_plan(kernel: Callable[..., None], program: str, strict: bool) -> Plan:
-    """What launches of `program` need besides the kernel."""
+def make_plan(kernel: Callable[..., None], key: PlanKey, dense_aux: bool, strict: bool) -> Plan:
+    """What launches of the key's program need besides the kernel. dense_aux: it reads dense aux tensors by TMA."""
     from fa4_inductor.runtime import compile as compiler
 
-    spec = _spec(program)
+    spec = _spec(key.program)
     bool_aux = any(a.dtype == "bool" for a in spec.aux)
-    return Plan(kernel, spec, spec.softmax_scale, compiler.needs_v_mean(spec), bool_aux, strict)
+    dense = dense_slots(spec) if dense_aux else ()
+    streamed = streamed_slots(spec) if key.regular else ()
+    return Plan(kernel, spec, spec.softmax_scale, compiler.needs_v_mean(spec), bool_aux, strict, dense, streamed, key)
 
 
-def prepare(
-    kernel: Callable[..., None],
-    program: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    head_dim_v: int,
-    group: int,
-    device: torch.device,
-    need_lse: bool,
-    strict: bool = False,
-) -> None:
+def prepare(kernel: Callable[..., None], key: PlanKey, dense_aux: bool = False, strict: bool = False) -> None:
     """Make the plan of a kernel built ahead, so that its first launch, maybe inside a capture, builds nothing."""
-    _plans[program, dtype, head_dim, head_dim_v, group, device, need_lse] = make_plan(kernel, program, strict)
+    _plans[key] = make_plan(kernel, key, dense_aux, strict)
 
 
 def clear_plans() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 _INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);")
 _SPILLS = ("LDL", "STL")
+_TILE_EXPONENTS = 16  # at least, in one thread
 
 
 def cuobjdump() -> Path | None:
@@ -42,7 +43,8 @@ def spills(code: list[tuple[int, str]]) -> int:
 
 
 def mma_loops(code: list[tuple[int, str]]) -> list[Counter[str]]:
-    """Opcode counts of the innermost loops that issue wgmma, shortest first."""
+    """Opcode counts of the loops that issue wgmma and exponentiate a tile, shortest first: that of full tiles, then
+    that of masked tiles."""
     position = {address: i for i, (address, _) in enumerate(code)}
     loops = []
     for i, (address, text) in enumerate(code):
@@ -50,6 +52,6 @@ def mma_loops(code: list[tuple[int, str]]) -> list[Counter[str]]:
         if target is None or int(target.group(1), 16) >= address or int(target.group(1), 16) not in position:
             continue
         body = [opcode(t) for _, t in code[position[int(target.group(1), 16)] : i + 1]]
-        if "HGMMA" in body:
+        if "HGMMA" in body and body.count("MUFU") >= _TILE_EXPONENTS:
             loops.append(Counter(body))
     return sorted(loops, key=lambda c: c.total())

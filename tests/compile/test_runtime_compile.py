@@ -26,8 +26,10 @@ _AUX = (AuxSpec("bool", 2),)
 PADDED = AttentionSpec(0.125, keep=parse_expr("aux0[b, kv_idx]", _AUX), aux=_AUX, empty_row=EmptyRow.MEAN)
 
 
-def key_of(program=PLAIN, dtype=torch.bfloat16, d=64, dv=64, group=1, need_lse=False, target=HOPPER):
-    return C.forward_key(program, dtype, d, dv, group, need_lse, target)
+def key_of(
+    program=PLAIN, dtype=torch.bfloat16, d=64, dv=64, group=1, need_lse=False, target=HOPPER, long_q=False, regular=True
+):
+    return C.forward_key(program, dtype, d, dv, group, need_lse, target, long_q=long_q, regular=regular)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +48,8 @@ from fa4_inductor import backend, decide, log
 from fa4_inductor.runtime import compile as C
 from fa4_inductor.runtime.target import target_for
 from fa4_inductor.settings import Settings
-key = C.forward_key(sys.argv[1], torch.bfloat16, 64, 64, 1, False, target_for("cuda", "sm_90a"))
+hopper = target_for("cuda", "sm_90a")
+key = C.forward_key(sys.argv[1], torch.bfloat16, 64, 64, 1, False, hopper, long_q=False, regular=True)
 key = dataclasses.replace(key, sources="as of this test")
 kernel = C.get_kernel(key, Settings.from_env())
 q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)

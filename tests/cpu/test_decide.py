@@ -118,10 +118,32 @@ def test_a_head_dim_without_kernel_goes_to_sdpa_and_says_so(on_hopper):
 
 
 def test_a_key_that_cannot_be_made_counts_as_unavailable(monkeypatch):
-    def refuse(*args):
+    def refuse(*args, **options):
         raise KernelUnavailable("no such tile")
 
     monkeypatch.setattr(compiler, "forward_key", refuse)
     args = qkv()
     torch.testing.assert_close(run(args), two_layers(*args), rtol=0.05, atol=0.02)
     assert log.counters()["fused"] == 2
+
+
+def with_bias(q, k, v, bias):
+    return torch.softmax(q @ k.transpose(2, 3) * 0.125 + bias, dim=-1) @ v
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("seqlen, regular", [(16, True), (13, False)])
+def test_what_is_built_ahead_is_what_the_first_launch_takes(monkeypatch, dynamic, seqlen, regular):
+    """By the strides of aux tensors, and by the length seen while compiling where it is symbolic."""
+    built, ready = [], []
+    monkeypatch.setattr(compiler, "_build", lambda key: built.append(key) or print)
+    monkeypatch.setattr(decide, "LONG_SEQLEN_Q", 14)
+    monkeypatch.setattr(launch, "LONG_SEQLEN_Q", 14)
+    monkeypatch.setattr(launch, "_launch", lambda plan, q, *rest: ready.append(plan) or (torch.zeros_like(q), q))
+    args = [torch.randn(1, 2, seqlen, 64, dtype=torch.bfloat16) for _ in range(3)]
+    bias = torch.randn(1, 2, seqlen, seqlen, dtype=torch.bfloat16)
+    with torch.no_grad():
+        torch.compile(with_bias, backend="fa4", dynamic=dynamic)(*args, bias)
+    (prepared,) = launch._plans
+    assert prepared.long_q == (seqlen >= 14) and len(built) == 1
+    assert prepared.regular == built[0].dense_aux == bool(ready[0].dense) == regular

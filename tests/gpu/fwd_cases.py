@@ -58,6 +58,25 @@ def _operand(
     return (x * amplitude).to(dtype)
 
 
+def _bias(rng: random.Random, h: int, sq: int, sk: int) -> torch.Tensor:
+    """Random numbers, sometimes with the fills of an additive mask: whole tiles of them, and of -inf."""
+    bias = torch.randn(h, sq, sk, device="cuda")
+    if rng.random() < 0.5:
+        fill = rng.choice([-60000.0, -math.inf])
+        bias[:, :, rng.randrange(1, sk + 1) :] = fill
+        bias[:, : sq // 3, : sk // 2] = fill
+        bias[:, :, 0] = 0.0
+    return bias
+
+
+def _for_tma(t: torch.Tensor) -> torch.Tensor:
+    """The same values in rows of a multiple of 16 bytes."""
+    width = 16 // t.element_size()
+    padded = torch.zeros(*t.shape[:-1], -(-t.shape[-1] // width) * width, dtype=t.dtype, device=t.device)
+    padded[..., : t.shape[-1]] = t
+    return padded[..., : t.shape[-1]]
+
+
 def make_aux(name: str, rng: random.Random, b: int, h: int, sq: int, sk: int) -> tuple[torch.Tensor, ...]:
     """The aux tensors of a fixture program."""
     if name == "alibi_causal":
@@ -78,6 +97,20 @@ def make_aux(name: str, rng: random.Random, b: int, h: int, sq: int, sk: int) ->
         return (mask,)
     if name == "dense_bias":
         return (torch.randn(h, sq, sk, device="cuda").to(torch.bfloat16),)
+    if name == "tma_bias":
+        return (_for_tma(_bias(rng, h, sq, sk).to(torch.bfloat16)),)
+    if name == "tma_mask":
+        mask = torch.rand(b, sq, sk, device="cuda") < 0.3
+        mask[:, sq // 3 : sq // 2] = False
+        return (_for_tma(mask),)
+    if name == "tma_bias_mask_causal":
+        return _for_tma(_bias(rng, h, sq, sk).to(torch.float16)), _for_tma(
+            torch.rand(b, 1, sq, sk, device="cuda") < 0.5
+        )
+    if name == "tma_bias_wide_causal":
+        return (_for_tma(_bias(rng, 1, sq, sk)[0]),)
+    if name == "distance_table":
+        return (torch.randn(1, h, sq + sk - 1, device="cuda"),)
     if name == "t5_table":
         return (torch.randn(33, h, device="cuda"),)
     if name == "sink_window":
@@ -109,27 +142,29 @@ def reference(name: str, x: Inputs, low_precision: bool) -> tuple[torch.Tensor, 
         s = s + (x.aux[0][:, None, None] * (ki - qi)).to(dtype)
     if "padding" in name:
         keep = keep & x.aux[0][:, None, None]
-    if name == "dense_mask":
+    if name in ("dense_mask", "tma_mask"):
         keep = keep & x.aux[0][:, None]
+    if name == "tma_bias_mask_causal":
+        keep = keep & x.aux[1]
     if name == "document_causal":
         ids = x.aux[0]
         keep = keep & (ids[:, None, :sq, None] == ids[:, None, None, :sk])
-    if name == "dense_bias":
+    if name in ("dense_bias", "tma_bias", "tma_bias_mask_causal", "tma_bias_wide_causal"):
         s = s + x.aux[0].to(dtype)
+    if name == "distance_table":
+        s = s + x.aux[0][0][:, ki - qi + sq - 1].to(dtype)
     if name == "t5_table":
         s = s + x.aux[0][(ki - qi + 16).clamp(0, 32)].permute(2, 0, 1).to(dtype)
     s = s.float().masked_fill(~keep, -math.inf)
+    logits = s
     if name == "sink_window":
-        sink = x.aux[0].float()[None, :, None, None].expand(b, h, sq, 1)
-        lse = torch.logsumexp(torch.cat([s, sink], -1), -1)
-    else:
-        lse = torch.logsumexp(s, -1)
-    p = torch.exp(s - lse[..., None])
-    empty = ~keep.any(-1, keepdim=True).expand(b, h, sq, 1)
+        logits = torch.cat([s, x.aux[0].float()[None, :, None, None].expand(b, h, sq, 1)], -1)
+    lse, p = torch.logsumexp(logits, -1), torch.softmax(logits, -1)[..., :sk]
+    empty = (s == -math.inf).all(-1, keepdim=True).expand(b, h, sq, 1)
     out = (p.to(dtype) @ v).float()
     if name == "padding":
         out = torch.where(empty, v.float().mean(2, keepdim=True), out)
-    if name == "dense_mask":
+    if name in ("dense_mask", "tma_mask", "tma_bias_mask_causal"):
         out = torch.where(empty, 0.0, out)
     return out, lse
 
@@ -192,7 +227,8 @@ def check(name: str, x: Inputs, out: torch.Tensor, lse: torch.Tensor | None, gua
         finite = exact_lse.isfinite()
         if not bool((lse.isfinite() == finite).all()) or bool((lse[~finite] != -math.inf).any()):
             return "LSE of empty rows is not -inf"
-        worst = float((lse - exact_lse)[finite].abs().max()) if bool(finite.any()) else 0.0
+        relative = (lse - exact_lse)[finite].abs() / exact_lse[finite].abs().clamp_min(1e3) * 1e3
+        worst = float(relative.max()) if bool(finite.any()) else 0.0
         if worst > tolerance:
             return f"LSE error {worst:.3e}"
     return ""

@@ -16,7 +16,7 @@ Job = tuple[str, str, int, int, int, bool, tuple[tuple[str, object], ...]]
 
 _NAMES = (
     "plain", "causal", "window", "softcap_causal", "alibi_causal", "padding", "dense_mask", "dense_bias", "t5_table",
-    "sink_window", "document_causal", "padding_causal",
+    "sink_window", "document_causal", "padding_causal", "distance_table",
 )  # fmt: skip
 
 
@@ -33,6 +33,11 @@ def jobs() -> list[Job]:
     table.append(("causal", "bfloat16", 64, 128, 1, True, ()))
     table.append(("causal", "bfloat16", 128, 64, 3, False, ()))
     table.append(("padding", "bfloat16", 80, 80, 1, True, ()))
+    for name in ("tma_bias", "tma_mask", "tma_bias_mask_causal", "tma_bias_wide_causal"):
+        for i, d in enumerate((64, 128, 256)):
+            table.append((name, "float16" if i == 1 else "bfloat16", d, d, 1 + i, True, ()))
+    table.append(("tma_bias", "bfloat16", 80, 80, 1, True, ()))
+    table.append(("tma_bias", "bfloat16", 192, 128, 1, True, ()))
     table.append(("sink_window", "bfloat16", 256, 256, 8, True, ()))
     table.append(("causal", "bfloat16", 128, 128, 1, True, (("optimistic_max", False),)))
     table.append(("causal", "bfloat16", 128, 128, 1, True, (("num_consumers", 1), ("tile_n", 64))))

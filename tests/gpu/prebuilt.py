@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(__file__))
 
 import fwd_cases as cases
+from programs import dense_bytes
 
 _SOURCES = Path(__file__).parents[2] / "fa4_inductor" / "kernels" / "cute"
 
@@ -28,11 +29,14 @@ def _fingerprint(parts: Any) -> str:
     return digest.hexdigest()[:24]
 
 
-def resolve_config(name: str, d: int, dv: int, overrides: Any, seqlen_q: int | None = None) -> Any:
+def resolve_config(name: str, d: int, dv: int, overrides: Any, long_q: bool = False) -> Any:
     from fa4_inductor.lowering.config_table import select_config
 
     program = cases.load_program(name)
-    config = select_config(d, dv, program.MASKED, program.PLAIN, len(getattr(program, "AUX", ())), seqlen_q)
+    config = select_config(
+        d, dv, program.MASKED, program.PLAIN, len(getattr(program, "AUX", ())),
+        windowed="window" in name, long_q=long_q, dense_bytes=dense_bytes(program),
+    )  # fmt: skip
     assert config is not None
     return dataclasses.replace(config, **dict(overrides))
 
@@ -71,8 +75,9 @@ def export(folder: str, name: str, dtype: str, d: int, dv: int, group: int, need
 
 
 def _export_job(args: tuple[str, Any]) -> str:
-    folder, (name, dtype, d, dv, group, need_lse, overrides) = args
-    return str(export(folder, name, dtype, d, dv, group, need_lse, resolve_config(name, d, dv, overrides)))
+    folder, (name, dtype, d, dv, group, need_lse, overrides, *long_q) = args
+    config = resolve_config(name, d, dv, overrides, *long_q)
+    return str(export(folder, name, dtype, d, dv, group, need_lse, config))
 
 
 def export_all(folder: str, jobs: list[Any], workers: int = 2) -> list[str]:

@@ -139,3 +139,21 @@ def test_keys_behind_the_last_one_are_never_read():
     x.k, x.v = k[:, :, :200], v[:, :, :200]
     out, _ = run("plain", x)
     assert bool(out.isfinite().all())
+
+
+def test_additive_causal_mask_through_tma():
+    """The tiles visited first are nothing but fills: a row gets its shift where its keys begin."""
+    x = inputs(1, 2, 1024, 1024, 64)
+    mask = torch.full((1, 1024, 1024), torch.finfo(torch.bfloat16).min, device="cuda").triu(1)
+    x.aux = (mask.to(torch.bfloat16).expand(2, -1, -1),)
+    run("tma_bias", x)
+
+
+def test_rows_of_nothing_but_fills_are_uniform():
+    x = inputs(1, 2, 300, 520, 64)
+    bias = torch.zeros(2, 300, 520, device="cuda", dtype=torch.bfloat16)
+    bias[:, 100:130] = -1e30
+    x.aux = (bias,)
+    out, _ = run("tma_bias", x)
+    uniform = x.v.float().mean(2, keepdim=True).expand(1, 2, 30, 64)
+    torch.testing.assert_close(out[:, :, 100:130].float(), uniform, atol=5e-3, rtol=0)

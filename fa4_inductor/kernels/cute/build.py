@@ -14,7 +14,7 @@ Call signature of `compiled` (TVM-FFI; torch tensors are passed as they are):
     v_mean  (B or 1, Hkv, Dv) float32, the mean of v over all Sk keys; None unless needs_v_mean(program)
     softmax_scale  float > 0 for PLAIN programs, any float otherwise
     aux     tuple of tensors of the dtypes and ranks given (bool tensors are passed as their uint8 view; any strides,
-            naturally aligned); None if there are none
+            naturally aligned; those of the program's DENSE slots obey the rules of q); None if there are none
     sizes   tuple of int (int32); None if there are none
 Not launched for B * Hq * Sq == 0 or Sk == 0: the host fills out and lse in those cases.
 """
@@ -58,6 +58,17 @@ def _dynamic(dtype: Any, rank: int) -> Any:
     return make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in range(rank)))
 
 
+def _aux(dtype: Any, rank: int, unit: bool, dense: bool) -> Any:
+    """Fake aux tensor of dynamic sizes; unit: innermost stride 1; dense: such that TMA can read it."""
+    if not (unit or dense):
+        return _dynamic(dtype, rank)
+    shape = tuple(cute.sym_int32() for _ in range(rank))
+    if not dense:
+        return make_fake_tensor(dtype, shape, (*(cute.sym_int64() for _ in range(rank - 1)), 1))
+    strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in range(rank - 1))
+    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+
+
 def build_forward(
     program: ModuleType,
     dtype: str,
@@ -90,7 +101,8 @@ def build_forward(
         ValueError: if the configuration does not fit. Whatever cute.compile raises.
     """
     element = _DTYPES[dtype]
-    fwd = FwdSm90(program, element, head_dim, head_dim_v, group, config, num_sms)
+    aux_types = tuple(_DTYPES[name] for name, _ in aux)
+    fwd = FwdSm90(program, element, head_dim, head_dim_v, group, config, num_sms, aux_types)
     q, k, v, out = (_operand(element, d) for d in (head_dim, head_dim, head_dim_v, head_dim_v))
     return cute.compile(
         fwd,
@@ -101,7 +113,11 @@ def build_forward(
         _dynamic(Float32, 3) if need_lse else None,
         _dynamic(Float32, 3) if fwd.program.needs_v_mean else None,
         Float32(1.0),
-        tuple(_dynamic(_DTYPES[name], rank) for name, rank in aux) or None,
+        tuple(
+            _aux(t, rank, i in fwd.program.unit_stride, i in fwd.program.dense)
+            for i, (t, (_, rank)) in enumerate(zip(aux_types, aux))
+        )
+        or None,
         tuple(Int32(1) for _ in range(num_sizes)) or None,
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}".strip(),

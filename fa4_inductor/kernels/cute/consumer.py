@@ -9,6 +9,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from fa4_inductor.kernels.cute import fragment, ops
+from fa4_inductor.kernels.cute.dense import DenseRead
 from fa4_inductor.kernels.cute.producer import advance
 from fa4_inductor.kernels.cute.redo import shift_failed
 from fa4_inductor.kernels.cute.softmax import Softmax
@@ -45,6 +46,7 @@ class Consumer(TraceObject):
         self.s = cute.make_rmem_tensor(qk.partition_shape_C((64, config.tile_n)), Float32)
         self.o = cute.make_rmem_tensor(pv.partition_shape_C((64, fwd.tile_dv)), Float32)
         self.p = pv.make_fragment_A(pv.partition_shape_A((64, config.tile_n)))
+        self.dense = [DenseRead(tile, self.mma_qk, self.s, wg, lane, config.num_consumers) for tile in smem.dense]
         self.softmax = Softmax(fwd.program, softmax_scale)
         self.ordered = config.order_warpgroups and config.num_consumers > 1
 
@@ -78,24 +80,29 @@ class Consumer(TraceObject):
 
     # -- the steps ------------------------------------------------------------------------------------------------
 
-    def ahead(self, at, n: Int32, mask: bool) -> tuple:
-        """What the scores of key tile n need from memory: (column values, whether keep_column drops nothing).
+    def ahead(self, at, n: Int32, index: Int32, mask: bool) -> tuple:
+        """What the scores of key tile n need from memory: (column values, whether keep_column drops nothing, dense
+        tiles in registers, out of slot `index`).
 
         Issued while the tensor cores compute S, so that the loads have arrived by then.
         """
+        dense = [read(index) for read in self.dense]
+        if dense:
+            # every lane has read before lane 0 releases the slot
+            cute.arch.sync_warp()
         softmax, ctx, tile_n = self.softmax, self.ctx, self.fwd.config.tile_n
         kv_first = n * tile_n + fragment.thread_column(self.lane)
         columns = softmax.columns(ctx, at.b, at.h, kv_first, at.u, cute.size(self.s), mask)
         if mask or not self.fwd.program.has_keep_column:
-            return columns, None
-        return columns, softmax.all_columns_kept(ctx, at.b, at.h, n * tile_n, tile_n, at.u)
+            return columns, None, dense
+        return columns, softmax.all_columns_kept(ctx, at.b, at.h, n * tile_n, tile_n, at.u), dense
 
-    def scores(self, n: Int32, at, ahead: tuple, mask: bool) -> None:
-        """Turn the raw S of key tile n into program scores."""
-        columns, all_kept = ahead
+    def scores(self, n: Int32, at, ahead: tuple, mask: bool, shifted: bool = False) -> None:
+        """Turn the raw S of key tile n into program scores; shifted: minus the softmax shift."""
+        columns, all_kept, dense = ahead
         softmax, ctx, tile_n = self.softmax, self.ctx, self.fwd.config.tile_n
         kv_first = n * tile_n + fragment.thread_column(self.lane)
-        softmax.apply_program(self.s, ctx, at.b, at.h, at.q_rows, columns, at.u, at.rows, mask)
+        softmax.apply_program(self.s, ctx, at.b, at.h, at.q_rows, columns, at.u, at.rows, dense, mask, shifted)
         if all_kept is not None:
             softmax.mask_columns(all_kept, self.s, ctx, at.b, at.h, kv_first, at.u)
         if mask:
@@ -105,7 +112,7 @@ class Consumer(TraceObject):
         """First key tile of a query tile: S, softmax, P; its PV is left to the next step."""
         cute.arch.mbarrier_wait(self.bars.k_full + index, phase)
         issue_gemm(self.mma_qk, self.s, self.q, self.k[None, None, None, index], zero=True)
-        ahead = self.ahead(at, n, mask=True)
+        ahead = self.ahead(at, n, index, mask=True)
         warpgroup.wait_group(0)
         self.release(self.bars.k_empty + index)
         self.scores(n, at, ahead, mask=True)
@@ -118,8 +125,9 @@ class Consumer(TraceObject):
 
         Without mask and with the optimistic maximum the shift stays as it is (see redo.py).
         """
-        bars, softmax = self.bars, self.softmax
+        bars, softmax, program = self.bars, self.softmax, self.fwd.program
         fixed_shift = self.fwd.optimistic and not mask
+        shifted = fixed_shift and program.has_shifted_score
         v_index, v_phase = index, phase
         index, phase = advance(index, phase, self.fwd.config.num_stages)
         cute.arch.mbarrier_wait(bars.k_full + index, phase)
@@ -128,16 +136,15 @@ class Consumer(TraceObject):
         cute.arch.mbarrier_wait(bars.v_full + v_index, v_phase)
         issue_gemm(self.mma_pv, self.o, self.p, self.v[None, None, None, v_index], zero=False)
         self.order_pass()
-        ahead = self.ahead(at, n, mask)
+        ahead = self.ahead(at, n, index, mask)
         warpgroup.wait_group(1)
         self.release(bars.k_empty + index)
-        self.scores(n, at, ahead, mask)
-        if fixed_shift:
-            if self.fwd.program.has_keep_column:
-                softmax.seed(self.s)
-        else:
+        self.scores(n, at, ahead, mask, shifted)
+        if not fixed_shift:
             grew = softmax.shift(self.s)
-        softmax.exponentiate(self.s)
+        elif program.has_keep_column or program.dense:
+            softmax.seed(self.s, shifted)
+        softmax.exponentiate(self.s, shifted)
         warpgroup.wait_group(0)
         self.release(bars.v_empty + v_index)
         fragment.convert_to_half(self.s, self.p)
@@ -197,7 +204,7 @@ def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, order: cutlass
             q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
             keys = key_tiles(fwd.program, ctx, b, h, q_lo, q_hi, fwd.config.tile_n, again)
             at = TileCoordinates(fwd, ctx, m_tile, h, b, consumer.wg, consumer.lane)
-            consumer.softmax.reset()
+            consumer.softmax.reset((keys.count > keys.num_masked) & fwd.optimistic)
             consumer.o.fill(0.0)
             cute.arch.mbarrier_wait(consumer.bars.q_full, q_phase)
             q_phase = q_phase ^ 1
@@ -209,7 +216,9 @@ def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, order: cutlass
             if cutlass.const_expr(redo.enabled):
                 if keys.count > keys.num_masked:
                     sums = [consumer.softmax.row_sum[r] for r in range(fragment.ROWS)]
-                    redo.mark(round_, shift_failed(sums, at.q_rows, ctx.seqlen_q, consumer.o), consumer.lane)
+                    shifts = [consumer.softmax.row_max[r] for r in range(fragment.ROWS)]
+                    failed = shift_failed(sums, shifts, at.q_rows, ctx.seqlen_q, consumer.o)
+                    redo.mark(round_, failed, consumer.lane)
             store(consumer, at)
         step += 1
         if cutlass.const_expr(redo.enabled):

@@ -16,16 +16,16 @@ from cutlass.utils import LayoutEnum
 
 from fa4_inductor.kernels.cute import ops
 from fa4_inductor.kernels.cute.consumer import Consumer, consume
+from fa4_inductor.kernels.cute.dense import query_major
 from fa4_inductor.kernels.cute.epilogue import OutputStore
-from fa4_inductor.kernels.cute.producer import Barriers, RingLoad, produce
+from fa4_inductor.kernels.cute.producer import Barriers, KeyLoad, RingLoad, produce
 from fa4_inductor.kernels.cute.program import Program, ProgramContext
 from fa4_inductor.kernels.cute.redo import MAX_ROUNDS, REDO_WORDS, RedoList
 from fa4_inductor.kernels.cute.static import TraceObject
 from fa4_inductor.kernels.cute.tiles import TileOrder
 
 _REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}  # consumer, producer; by number of consumer warpgroups
-_L2_BYTES_FOR_KV = 24 << 20  # K and V of one section of heads should stay in L2 (50 MB on H100 and H200)
-_SMEM_BYTES = 227 << 10
+_L2_BYTES_FOR_KV = 24 << 20  # K and V of one section of heads should stay in L2 (50 MB) where it can be small
 
 
 def _slab_layout(dtype, rows: int, columns: int, stages: int):
@@ -43,19 +43,31 @@ def _transposed(tensor: cute.Tensor) -> cute.Tensor:
 class Tma(TraceObject):
     """TMA atoms and coordinate tensors of the loads."""
 
-    def __init__(self, fwd, smem, q, k, v):
-        self.fwd, self.smem, self.q, self.k, self.v = fwd, smem, q, k, v
+    def __init__(self, fwd, smem, q, k, v, dense):
+        self.fwd, self.smem, self.q, self.k, self.v, self.dense = fwd, smem, q, k, v, dense
 
-    def loads(self, h: Int32, b: Int32) -> tuple:
+    def loads(self, ctx: ProgramContext, m_tile: Int32, h: Int32, b: Int32) -> tuple:
+        """Loads of Q by slab, of K (with the dense tiles beside it) and of V by key tile."""
         fwd, smem = self.fwd, self.smem
         b_kv = ops.select(self.k[1].shape[3] == 1, Int32(0), b)
         b_v = ops.select(self.v[1].shape[3] == 1, Int32(0), b)
         kv_tile = fwd.config.tile_n
+        load_k = RingLoad(*self.k, smem.k, (kv_tile, fwd.tile_d), (h // fwd.group, b_kv))
         return (
-            RingLoad(*self.q, smem.q, (64, fwd.tile_d), h, b),
-            RingLoad(*self.k, smem.k, (kv_tile, fwd.tile_d), h // fwd.group, b_kv),
-            RingLoad(*self.v, smem.v, (kv_tile, fwd.tile_dv), h // fwd.group, b_v),
+            RingLoad(*self.q, smem.q, (64, fwd.tile_d), (h, b)),
+            KeyLoad(load_k, self._dense_loads(ctx, m_tile, h, b), fwd.config.num_consumers),
+            RingLoad(*self.v, smem.v, (kv_tile, fwd.tile_dv), (h // fwd.group, b_v)),
         )
+
+    def _dense_loads(self, ctx: ProgramContext, m_tile: Int32, h: Int32, b: Int32) -> list[list[RingLoad]]:
+        """Per dense tile, the loads of its slabs."""
+        config = self.fwd.config
+        tile, first = (64, config.tile_n), m_tile * config.num_consumers
+        at = self.fwd.program.dense_index(ctx, b, h)
+        return [
+            [RingLoad(*d, smem, tile, lead, (first + w, None)) for w in range(config.num_consumers)]
+            for d, smem, lead in zip(self.dense, self.smem.dense, at)
+        ]
 
 
 class FwdSm90:
@@ -64,27 +76,38 @@ class FwdSm90:
     Args:
         program: emitted module. dtype: cutlass.BFloat16 or Float16. head_dim, head_dim_v: of the user's tensors.
         group: query heads per key/value head. config: KernelConfig. num_sms: for the persistent grid.
+        aux_types: element types of the aux tensors.
 
     Raises:
         ValueError: if the configuration does not fit into shared memory.
     """
 
-    def __init__(self, program: ModuleType, dtype, head_dim: int, head_dim_v: int, group: int, config, num_sms: int):
+    def __init__(
+        self,
+        program: ModuleType,
+        dtype,
+        head_dim: int,
+        head_dim_v: int,
+        group: int,
+        config,
+        num_sms: int,
+        aux_types: tuple = (),
+    ):
         self.program = Program(program)
         self.dtype, self.group, self.config, self.num_sms = dtype, group, config, num_sms
         self.head_dim, self.head_dim_v = head_dim, head_dim_v
         self.tile_d = 96 if head_dim == 80 else head_dim
         self.tile_dv = 96 if head_dim_v == 80 else head_dim_v
+        self.dense_types = [aux_types[slot] for slot in self.program.dense]
+        dense_bytes = sum(t.width // 8 for t in self.dense_types)
+        plan = config.smem(self.tile_d, self.tile_dv, dense_bytes)
+        if not plan.fits:
+            raise ValueError(f"{config} needs more shared memory than an SM has at head dims {head_dim}, {head_dim_v}")
+        self.output_aliases_q = plan.output_aliases_q
         size = dtype.width // 8
         self.q_bytes = config.tile_m * self.tile_d * size
-        self.k_bytes = config.tile_n * self.tile_d * size
         self.v_bytes = config.tile_n * self.tile_dv * size
-        o_bytes = config.tile_m * self.tile_dv * size
-        ring = config.num_stages * (self.k_bytes + self.v_bytes)
-        room = _SMEM_BYTES - 2048 - self.q_bytes - ring
-        self.output_aliases_q = room < o_bytes
-        if room < 0 or (self.output_aliases_q and self.tile_dv > self.tile_d):
-            raise ValueError(f"{config} needs more shared memory than an SM has at head dims {head_dim}, {head_dim_v}")
+        self.k_bytes = plan.stage - self.v_bytes
         self.threads = 128 * (config.num_consumers + 1)
         # fp16 P has 5 exponent bits, too few for a shift far from the maximum
         self.optimistic = config.optimistic_max and dtype is cutlass.BFloat16
@@ -108,13 +131,19 @@ class FwdSm90:
         return qk, pv
 
     def layouts(self) -> SimpleNamespace:
-        """Shared-memory layouts: q and o (64, D, warpgroup), k and v (tile_n, D, stage)."""
+        """Shared-memory layouts: q, o (64, D, warpgroup), k, v (tile_n, D, stage), dense tiles (64, tile_n, slab).
+
+        Slab w of the dense tile in stage s is s * num_consumers + w.
+        """
         config = self.config
         return SimpleNamespace(
             q=_slab_layout(self.dtype, 64, self.tile_d, config.num_consumers),
             k=_slab_layout(self.dtype, config.tile_n, self.tile_d, config.num_stages),
             v=_slab_layout(self.dtype, config.tile_n, self.tile_dv, config.num_stages),
             o=_slab_layout(self.dtype, 64, self.tile_dv, config.num_consumers),
+            dense=[
+                _slab_layout(t, 64, config.tile_n, config.num_consumers * config.num_stages) for t in self.dense_types
+            ],
         )
 
     def storage(self, layouts: SimpleNamespace):
@@ -123,8 +152,8 @@ class FwdSm90:
         o_size = 0 if self.output_aliases_q else cute.cosize(layouts.o)
         bars = cute.struct.MemRange[cutlass.Int64, 2 * stages]
 
-        def buffer(size: int):
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
+        def buffer(size: int, dtype=self.dtype):
+            return cute.struct.Align[cute.struct.MemRange[dtype, size], 1024]
 
         class Storage:
             pass
@@ -139,6 +168,10 @@ class FwdSm90:
             "k": buffer(cute.cosize(layouts.k)),
             "v": buffer(cute.cosize(layouts.v)),
             "o": buffer(o_size),
+            **{
+                f"dense{i}": buffer(cute.cosize(layout), t)
+                for i, (layout, t) in enumerate(zip(layouts.dense, self.dense_types))
+            },
         }
         return cute.struct(Storage)
 
@@ -172,12 +205,19 @@ class FwdSm90:
             load, v, cute.select(layouts.v, mode=slab), (self.config.tile_n, self.tile_dv)
         )
         tma_o = cpasync.make_tiled_tma_atom(store, out, cute.select(layouts.o, mode=slab), (64, self.tile_dv))
+        tma_dense = [
+            cpasync.make_tiled_tma_atom(
+                load, query_major(aux[slot]), cute.select(layout, mode=slab), (64, self.config.tile_n)
+            )
+            for slot, layout in zip(self.program.dense, layouts.dense)
+        ]
         seqlen_q, num_heads, batch = q.shape[0], q.shape[2], q.shape[3]
         seqlen_k = k.shape[0]
         num_m = (seqlen_q + self.config.tile_m - 1) // self.config.tile_m
         num_bh = num_heads * batch
         kv_bytes = seqlen_k * ((self.tile_d + self.tile_dv) * (self.dtype.width // 8))
-        section = ops.imax(Int32(_L2_BYTES_FOR_KV) // kv_bytes, 1) * self.group
+        fewest = (self.config.min_heads + self.group - 1) // self.group
+        section = ops.imax(Int32(_L2_BYTES_FOR_KV) // kv_bytes, fewest) * self.group
         section = ops.imin(section, num_bh)
         num_tiles = num_m * num_bh
         grid = ops.imin(num_tiles, Int32(self.num_sms))
@@ -191,6 +231,7 @@ class FwdSm90:
             tma_v.tma_tensor,
             tma_o.atom,
             tma_o.tma_tensor,
+            tuple((t.atom, t.tma_tensor) for t in tma_dense),
             lse,
             v_mean,
             softmax_scale,
@@ -215,6 +256,7 @@ class FwdSm90:
         m_v,
         atom_o,
         m_o,
+        dense,
         lse,
         v_mean,
         softmax_scale: Float32,
@@ -230,7 +272,7 @@ class FwdSm90:
         config = cutlass.const_expr(self.config)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for atom in (atom_q, atom_k, atom_v, atom_o):
+            for atom in (atom_q, atom_k, atom_v, atom_o, *(atom for atom, _ in dense)):
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.utils.SmemAllocator().allocate(self.storage(self.layouts()))
         bars = Barriers(storage, config.num_stages)
@@ -251,7 +293,9 @@ class FwdSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
-                produce(self, ctx, bars, redo, order, Tma(self, smem, (atom_q, m_q), (atom_k, m_k), (atom_v, m_v)))
+                produce(
+                    self, ctx, bars, redo, order, Tma(self, smem, (atom_q, m_q), (atom_k, m_k), (atom_v, m_v), dense)
+                )
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             tidx, _, _ = cute.arch.thread_idx()
@@ -274,4 +318,8 @@ class FwdSm90:
             o = storage.q.get_tensor(outer, swizzle=layouts.o.inner)
         else:
             o = storage.o.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
-        return SimpleNamespace(q=q, k=k, v=v, o=o, v_transposed=_transposed(v))
+        dense = [
+            getattr(storage, f"dense{i}").get_tensor(layout.outer, swizzle=layout.inner)
+            for i, layout in enumerate(layouts.dense)
+        ]
+        return SimpleNamespace(q=q, k=k, v=v, o=o, v_transposed=_transposed(v), dense=dense)

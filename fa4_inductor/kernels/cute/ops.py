@@ -6,7 +6,7 @@ undecorated Python.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import arith, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -111,6 +111,21 @@ def clamp(x: Int32, low: Int32, high: Int32) -> Int32:
 
 
 @dsl_user_op
+def clamp_index(x: Int32, last: Int32, *, loc=None, ip=None) -> Int32:
+    """x if it is in [0, last], else `last`: for elements that are dropped, where any valid index does."""
+    low = arith.minui(Int32(x).ir_value(loc=loc, ip=ip), Int32(last).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+    return Int32(low)
+
+
+def entry(vector: cute.Tensor, i: Int32):
+    """vector[i] for a stride of 1 and i >= 0, whose address is one unsigned multiply-add."""
+    dtype = vector.element_type
+    address = vector.iterator.toint() + Int64(Uint32(i)) * (dtype.width // 8)
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
+    return cute.make_tensor(pointer, cute.make_layout(1))[0]
+
+
+@dsl_user_op
 def pack_half2(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -> Int32:
     """Two fp32 rounded to bf16 or fp16 (nearest even) and packed into 32 bits by one instruction."""
     name = "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
@@ -124,6 +139,17 @@ def pack_half2(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
     return Int32(packed)
+
+
+@dsl_user_op
+def bits_to_float(x: Int32, *, loc=None, ip=None) -> Float32:
+    """The fp32 number with these bits."""
+    return Float32(arith.bitcast(T.f32(), Int32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+def unpack_bf16(word: Int32) -> tuple[Float32, Float32]:
+    """The two bf16 numbers of a word, one instruction each: a bf16 is the upper half of an fp32."""
+    return bits_to_float(word << 16), bits_to_float(word & Int32(-65536))
 
 
 def quad_max(x: Float32) -> Float32:

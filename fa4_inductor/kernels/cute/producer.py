@@ -37,10 +37,15 @@ def advance(index: Int32, phase: Int32, num_stages: int) -> tuple[Int32, Int32]:
 
 
 class RingLoad(TraceObject):
-    """TMA loads of one operand: a fixed (row tile, head, batch) column of its tiles into a ring or slab buffer."""
+    """TMA loads of one operand: one line of its tiles into a ring or slab buffer.
 
-    def __init__(self, atom, tensor: cute.Tensor, smem: cute.Tensor, tile: tuple, head, batch):
-        tiles = cute.local_tile(tensor[None, None, head, batch], tile, (None, 0))
+    Args:
+        tensor: (rows, columns, ...) coordinates of the TMA atom. tile: its tile. line: tile numbers of the line, one of
+            them None. at: indices of the other modes.
+    """
+
+    def __init__(self, atom, tensor: cute.Tensor, smem: cute.Tensor, tile: tuple, at: tuple, line: tuple = (None, 0)):
+        tiles = cute.local_tile(tensor[(None, None, *at)], tile, line)
         self.atom = atom
         self.smem, self.gmem = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
@@ -48,6 +53,19 @@ class RingLoad(TraceObject):
 
     def __call__(self, tile, slot, bar) -> None:
         cute.copy(self.atom, self.gmem[None, tile], self.smem[None, slot], tma_bar_ptr=bar)
+
+
+class KeyLoad(TraceObject):
+    """K of one key tile, and the dense tiles that share its slot and its barrier: slab w of each in its own place."""
+
+    def __init__(self, load_k: RingLoad, dense: list[list[RingLoad]], num_consumers: int):
+        self.load_k, self.dense, self.num_consumers = load_k, dense, num_consumers
+
+    def __call__(self, tile, slot, bar) -> None:
+        self.load_k(tile, slot, bar)
+        for slabs in self.dense:
+            for w, load in enumerate(slabs):
+                load(tile, slot * self.num_consumers + w, bar)
 
 
 @cute.jit
@@ -67,7 +85,10 @@ def load_keys(
     index: Int32,
     phase: Int32,
 ):
-    """K of tile j ahead of V of tile j - 1, the order the consumers use them in. Returns the new ring state."""
+    """K (and the dense tiles) of tile j ahead of V of tile j - 1, the order the consumers use them in.
+
+    Returns the new ring state.
+    """
     _acquire(bars.k_full + index, bars.k_empty + index, phase, fwd.k_bytes)
     load_k(keys.tile(Int32(0)), index, bars.k_full + index)
     for j in cutlass.range(1, keys.count, unroll=1):
@@ -111,7 +132,7 @@ def produce(
             q_lo = m_tile * fwd.config.tile_m
             q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
             keys = key_tiles(fwd.program, ctx, b, h, q_lo, q_hi, fwd.config.tile_n, again)
-            load_q, load_k, load_v = tma.loads(h, b)
+            load_q, load_k, load_v = tma.loads(ctx, m_tile, h, b)
             _acquire(bars.q_full, bars.q_empty, q_phase, fwd.q_bytes)
             for w in cutlass.range_constexpr(slabs):
                 load_q(m_tile * slabs + w, w, bars.q_full)

@@ -36,6 +36,11 @@ class Program(TraceObject):
     key; kv_full then speaks of the other factors alone, and full tiles test their columns instead of every element.
     RAW_SCORE (optional, False): `score` receives q.k without the scale and multiplies by ctx.softmax_scale itself, so
     that it can fold the scale into its own constants (once, in `uniform`).
+    `shifted_score` (optional): shifted_score(ctx, s, ..., c, shift) is score + shift in fewer instructions.
+    UNIT_STRIDE (optional): slots of the aux tensors whose innermost stride is 1.
+    DENSE (optional): slots of the aux tensors that come as tiles [q_idx, kv_idx] through shared memory; `dense_index`
+    gives the indices before these two for each, and score, shifted_score and keep get their elements as a last
+    argument, a tuple.
     """
 
     def __init__(self, module: ModuleType):
@@ -46,6 +51,9 @@ class Program(TraceObject):
         self.empty_row: str = module.EMPTY_ROW
         self.may_be_empty: bool = module.MAY_BE_EMPTY
         self.raw_score: bool = getattr(module, "RAW_SCORE", False)
+        self.dense: tuple[int, ...] = getattr(module, "DENSE", ())
+        self.unit_stride: tuple[int, ...] = getattr(module, "UNIT_STRIDE", ())
+        self.has_shifted_score = hasattr(module, "shifted_score")
 
     @property
     def needs_v_mean(self) -> bool:
@@ -64,14 +72,23 @@ class Program(TraceObject):
         fn = getattr(self.module, "column", None)
         return () if fn is None else fn(ctx, b, h, kv_idx, u)
 
-    def score(self, ctx: ProgramContext, s: Float32, b, h, q_idx, kv_idx, u, r, c) -> Float32:
-        """Score in log2 units of the raw product s."""
+    def score(
+        self, ctx: ProgramContext, s: Float32, b, h, q_idx, kv_idx, u, r, c, d: tuple = (), shift=None
+    ) -> Float32:
+        """Score in log2 units of the raw product s, plus `shift` where the program has a shifted_score.
+
+        d: elements of the dense tiles.
+        """
         if not self.raw_score:
             s = s * ctx.softmax_scale
-        return Float32(self.module.score(ctx, s, b, h, q_idx, kv_idx, u, r, c))
+        arguments = (ctx, s, b, h, q_idx, kv_idx, u, r, c)
+        tail = (d,) if self.dense else ()
+        if shift is not None:
+            return Float32(self.module.shifted_score(*arguments, shift, *tail))
+        return Float32(self.module.score(*arguments, *tail))
 
-    def keep(self, ctx: ProgramContext, b, h, q_idx, kv_idx, u, r, c) -> Boolean:
-        return Boolean(self.module.keep(ctx, b, h, q_idx, kv_idx, u, r, c))
+    def keep(self, ctx: ProgramContext, b, h, q_idx, kv_idx, u, r, c, d: tuple = ()) -> Boolean:
+        return Boolean(self.module.keep(ctx, b, h, q_idx, kv_idx, u, r, c, *((d,) if self.dense else ())))
 
     @property
     def has_keep_column(self) -> bool:
@@ -79,6 +96,10 @@ class Program(TraceObject):
 
     def keep_column(self, ctx: ProgramContext, b, h, kv_idx, u, c) -> Boolean:
         return Boolean(self.module.keep_column(ctx, b, h, kv_idx, u, c))
+
+    def dense_index(self, ctx: ProgramContext, b: Int32, h: Int32) -> tuple:
+        """Per dense tile, the indices before [q_idx, kv_idx]."""
+        return self.module.dense_index(ctx, b, h) if self.dense else ()
 
     def sink(self, ctx: ProgramContext, b, h, q_idx) -> Float32:
         return Float32(self.module.sink(ctx, b, h, q_idx))

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from fa4_inductor.kernels.cute import fragment, ops
+from fa4_inductor.kernels.cute.softmax import LOWEST_SHIFT
 from fa4_inductor.kernels.cute.static import TraceObject
 
 REDO_WORDS = 32  # the last word says whether any tile is marked
@@ -53,8 +54,11 @@ class RedoList(TraceObject):
                 cute.arch.atomic_or(self.words.iterator + _ANY, Int32(1))
 
 
-def shift_failed(row_sums: list, q_rows: tuple, seqlen_q: Int32, acc_o: cute.Tensor) -> Boolean:
-    """Whether a row's sum or O left the range in which the fixed shift is exact; NaN counts as failed."""
+def shift_failed(row_sums: list, shifts: list, q_rows: tuple, seqlen_q: Int32, acc_o: cute.Tensor) -> Boolean:
+    """Whether a row's sum or O left the range in which the fixed shift is exact; NaN counts as failed.
+
+    So does a shift that is a fill (finfo.min): full tiles then ran without a shift.
+    """
     o = fragment.flat(acc_o)
     largest = [Float32(0.0) for _ in range(fragment.ROWS)]
     for i in range(cute.size(o)):
@@ -63,5 +67,6 @@ def shift_failed(row_sums: list, q_rows: tuple, seqlen_q: Int32, acc_o: cute.Ten
     failed = Boolean(False)
     for r in range(fragment.ROWS):
         held = (row_sums[r] >= _SUM_LOW) & (row_sums[r] <= _SUM_HIGH) & (largest[r] <= _O_HIGH)
+        held = held & ((shifts[r] > LOWEST_SHIFT) | (shifts[r] == -Float32.inf))
         failed = failed | ((held == False) & (q_rows[r] < seqlen_q))  # noqa: E712
     return failed

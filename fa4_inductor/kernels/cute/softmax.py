@@ -13,6 +13,8 @@ from fa4_inductor.kernels.cute.program import Program, ProgramContext
 from fa4_inductor.kernels.cute.static import TraceObject
 
 RESCALE_THRESHOLD_LOG2 = 8.0
+LOWEST_SHIFT = -(2.0**100)
+"""A fixed shift at or below this is a fill, not a score."""
 
 
 def _first_register(col: int) -> int:
@@ -36,6 +38,8 @@ class Softmax(TraceObject):
     row_max: shift of each row, in units of the raw score for PLAIN programs and of log2 otherwise.
     row_sum: this thread's part of sum(p), reduced over the quad at the end.
     factor: what O has to be multiplied by after the last `shift`.
+    floor: a maximum at or below it counts as none (for programs with dense tiles; -inf for all others). Additive masks
+        fill with finfo.min: such a row has seen no key worth the name until the tile is done, when it runs again.
     """
 
     def __init__(self, program: Program, softmax_scale: Float32):
@@ -45,8 +49,11 @@ class Softmax(TraceObject):
         self.row_max = cute.make_rmem_tensor((fragment.ROWS,), Float32)
         self.row_sum = cute.make_rmem_tensor((fragment.ROWS,), Float32)
         self.factor = cute.make_rmem_tensor((fragment.ROWS,), Float32)
+        self.floor = cute.make_rmem_tensor((1,), Float32)
 
-    def reset(self) -> None:
+    def reset(self, fixed_shift) -> None:
+        """For a new query tile. fixed_shift: whether it has tiles that run with a fixed shift, and is verified."""
+        self.floor[0] = ops.select(fixed_shift, Float32(LOWEST_SHIFT), -Float32.inf)
         for r in range(fragment.ROWS):
             self.row_max[r] = -Float32.inf
             self.row_sum[r] = Float32(0.0)
@@ -79,28 +86,32 @@ class Softmax(TraceObject):
         columns: list,
         u: tuple,
         rows: tuple,
+        dense: list,
         mask: bool,
+        shifted: bool,
     ) -> None:
         """Replace raw q.k by program scores (log2 units), and by -inf where the key does not take part.
 
         Args:
             q_rows: q_idx of the thread's two rows. columns: from `columns`.
             u, rows: values of `uniform`, and of `row` for both rows.
-            mask: evaluate keep.
+            dense: elements of each dense tile, in accumulator order.
+            mask: evaluate keep. shifted: subtract the shift here, in the program's own arithmetic.
         """
         program = self.program
         mask = mask and program.masked
         if program.plain and not mask:
             return
         s = fragment.flat(scores)
+        shifts = self.minus_shift() if shifted else [None] * fragment.ROWS
         for col, (kv_idx, c) in enumerate(columns):
             for r in range(fragment.ROWS):
                 i = _first_register(col) + 2 * r
-                value = s[i]
+                value, d = s[i], tuple(t[i] for t in dense)
                 if not program.plain:
-                    value = program.score(ctx, value, b, h, q_rows[r], kv_idx, u, rows[r], c)
+                    value = program.score(ctx, value, b, h, q_rows[r], kv_idx, u, rows[r], c, d, shifts[r])
                 if mask:
-                    keep = program.keep(ctx, b, h, q_rows[r], kv_idx, u, rows[r], c)
+                    keep = program.keep(ctx, b, h, q_rows[r], kv_idx, u, rows[r], c, d)
                     value = ops.select(keep, value, -Float32.inf)
                 s[i] = value
 
@@ -138,16 +149,30 @@ class Softmax(TraceObject):
                 s[i] = ops.select(keep, s[i], -Float32.inf)
 
     @cute.jit
-    def seed(self, scores: cute.Tensor):
-        """Give rows that have seen no key so far (sum and O still zero) the maximum of these scores as their shift."""
-        unset = (self.row_max[0] == -Float32.inf) | (self.row_max[1] == -Float32.inf)
+    def seed(self, scores: cute.Tensor, shifted: cutlass.Constexpr):
+        """Give rows that have no shift so far (sum and O are still zero) the maximum of these scores as their shift."""
+        unset = self._unset(0) | self._unset(1)
         if cute.arch.vote_any_sync(unset):
-            self._seed_unset_rows(scores)
+            self._seed_unset_rows(scores, shifted)
 
-    def _seed_unset_rows(self, scores: cute.Tensor) -> None:
+    def _unset(self, r: int) -> Boolean:
+        return self.row_max[r] <= self._floor()
+
+    def _floor(self) -> Float32:
+        return self.floor[0] if self.program.dense else -Float32.inf
+
+    def _seed_unset_rows(self, scores: cute.Tensor, shifted: bool) -> None:
+        s = fragment.flat(scores)
         for r in range(fragment.ROWS):
+            unset = self._unset(r)
             top = ops.quad_max(_row_maximum(scores, r, -Float32.inf))
-            self.row_max[r] = ops.select(self.row_max[r] == -Float32.inf, top, self.row_max[r])
+            self.row_max[r] = ops.select(unset, top, self.row_max[r])
+            if shifted:
+                # these scores came without a shift
+                minus = ops.select(unset, self.minus_shift()[r], Float32(0.0))
+                for i in range(cute.size(s)):
+                    if fragment.row_of(i) == r:
+                        s[i] = s[i] + minus
 
     @cute.jit
     def mask_edge(self, scores: cute.Tensor, kv_first: Int32, tile_end: Int32, seqlen_k: Int32):
@@ -179,17 +204,24 @@ class Softmax(TraceObject):
         return grew
 
     def finite(self, top: Float32) -> Float32:
-        """The shift used in exponents: 0 for a row without any finite score, so that exp2(-inf - shift) is 0."""
-        return ops.select(top == -Float32.inf, Float32(0.0), top)
+        """The shift used in exponents: 0 for a row that has none, so that exp2(-inf - shift) is 0."""
+        return ops.select(top <= self._floor(), Float32(0.0), top)
 
-    def exponentiate(self, scores: cute.Tensor) -> None:
-        """scores <- p = 2**(score - shift), and add p to row_sum."""
+    def minus_shift(self) -> list:
+        """What is added to the scores of each row, in base-2 units, before exp2."""
+        return [-self.finite(self.row_max[r]) * self.unit for r in range(fragment.ROWS)]
+
+    def exponentiate(self, scores: cute.Tensor, shifted: bool = False) -> None:
+        """scores <- p = 2**(score - shift), and add p to row_sum. shifted: the shift is subtracted already."""
         s = fragment.flat(scores)
-        minus = [-self.finite(self.row_max[r]) * self.unit for r in range(fragment.ROWS)]
+        minus = self.minus_shift()
         sums = [self.row_sum[r] for r in range(fragment.ROWS)]
         for i in range(cute.size(s)):
             r = fragment.row_of(i)
-            x = ops.fma(s[i], self.unit, minus[r]) if self.program.plain else s[i] + minus[r]
+            if self.program.plain:
+                x = ops.fma(s[i], self.unit, minus[r])
+            else:
+                x = s[i] if shifted else s[i] + minus[r]
             p = ops.exp2(x)
             s[i] = p
             sums[r] = sums[r] + p

@@ -19,6 +19,10 @@ def score(ctx, s, b, h, q_idx, kv_idx, u, r, c):
     return ops.tanh_approx(s * u[0]) * (20.0 * ops.LOG2_E)
 
 
+def shifted_score(ctx, s, b, h, q_idx, kv_idx, u, r, c, shift):
+    return ops.fma(ops.tanh_approx(s * u[0]), 20.0 * ops.LOG2_E, shift)
+
+
 def keep(ctx, b, h, q_idx, kv_idx, u, r, c):
     return kv_idx <= q_idx
 

@@ -19,3 +19,8 @@ def uniform(ctx, b, h):
 def score(ctx, s, b, h, q_idx, kv_idx, u, r, c):
     bucket = ops.clamp(kv_idx - q_idx + 16, 0, 32)
     return s * u[0] + ctx.aux[0][bucket, h] * ops.LOG2_E
+
+
+def shifted_score(ctx, s, b, h, q_idx, kv_idx, u, r, c, shift):
+    bucket = ops.clamp(kv_idx - q_idx + 16, 0, 32)
+    return ops.fma(ctx.aux[0][bucket, h], ops.LOG2_E, ops.fma(s, u[0], shift))

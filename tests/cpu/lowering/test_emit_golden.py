@@ -9,6 +9,7 @@ import pytest
 from emit_cases import spec_of
 
 from fa4_inductor.analysis import facts
+from fa4_inductor.lowering.aux_layout import dense_loads, streamed_slots
 from fa4_inductor.lowering.emit_program import emit_program
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "emit"
@@ -27,12 +28,23 @@ PROGRAMS = {
     "window_or_global": spec_of(keep=f"({CAUSAL}) & ((q_idx - kv_idx < 1024) | (kv_idx < 4))"),
     "prefix": spec_of(keep=f"({CAUSAL}) | (kv_idx < aux0[b])", aux="int32[1]"),
 }
+# for aux tensors whose strides are what the kernel likes best
+REGULAR = {
+    "regular_padding": PROGRAMS["padding"],
+    "regular_dense_bias": PROGRAMS["dense_bias"],
+    "regular_distance_table": PROGRAMS["distance_table"],
+    "regular_evoformer": spec_of(
+        "score + aux0[b, 0, kv_idx] + aux1[b // size0, h, q_idx, kv_idx]", aux="bfloat16[3],bfloat16[4]", sizes=1
+    ),
+    "regular_dense_mask": spec_of(keep="aux0[q_idx, kv_idx]", aux="bool[2]"),
+}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [*PROGRAMS, *REGULAR])
 def test_text(name):
-    spec, path = PROGRAMS[name], GOLDEN / f"{name}.py.txt"
-    text = emit_program(spec, facts(spec))
+    spec, path = (PROGRAMS | REGULAR)[name], GOLDEN / f"{name}.py.txt"
+    layout = {"dense": dense_loads(spec), "unit_stride": streamed_slots(spec)} if name in REGULAR else {}
+    text = emit_program(spec, facts(spec), **layout)
     if os.environ.get("FA4_ACCEPT") == "1":
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -40,4 +52,4 @@ def test_text(name):
 
 
 def test_no_golden_file_is_left_over():
-    assert {p.name.removesuffix(".py.txt") for p in GOLDEN.iterdir()} == set(PROGRAMS)
+    assert {p.name.removesuffix(".py.txt") for p in GOLDEN.iterdir()} == {*PROGRAMS, *REGULAR}

@@ -40,6 +40,7 @@ _ROUND = {"floor": torch.floor, "ceil": torch.ceil, "trunc": torch.trunc, "round
 OPS_STAND_IN = SimpleNamespace(
     LOG2_E=LOG2_E, imin=_lifted(torch.minimum), imax=_lifted(torch.maximum), select=_lifted(torch.where), fma=_fma,
     exp2=_lifted(torch.exp2), log2=_lifted(torch.log2), tanh_approx=_lifted(torch.tanh), fabs=_lifted(torch.abs),
+    clamp_index=lambda i, last: torch.where((_tensor(i) < 0) | (_tensor(i) > last), last, i),
 )  # fmt: skip
 POPS_STAND_IN = SimpleNamespace(
     minimum=_lifted(torch.minimum), maximum=_lifted(torch.maximum), iabs=_lifted(torch.abs), fma_rz=_fma,

@@ -97,7 +97,7 @@ def test_a_plan_is_found_by_shape_after_its_checks(monkeypatch):
 def test_a_plan_built_ahead_is_used(monkeypatch):
     monkeypatch.setattr(launch, "_make_plan", lambda *key: pytest.fail("made although prepared"))
     recorder, spec = Recorder(), AttentionSpec(0.5)
-    launch.prepare(recorder, spec.text, torch.float16, 8, 16, 2, DEV, False)
+    launch.prepare(recorder, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, False, False, True))
     launch.forward(*operands(), [], spec.text, [], "cute", False)
     assert len(recorder.calls) == 1
 
@@ -111,14 +111,14 @@ def test_a_kernel_that_is_refused_at_launch_is_replaced_with_one_warning(caplog)
 
     log.reset_warnings()
     spec, args = AttentionSpec(0.5), operands()
-    launch.prepare(refuse, spec.text, torch.float16, 8, 16, 2, DEV, False)
+    launch.prepare(refuse, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, False, False, True))
     want = launch.forward(*args, [], spec.text, [], "reference", False)[0]
     with caplog.at_level(logging.WARNING, logger="fa4_inductor"):
         for _ in range(3):
             torch.testing.assert_close(launch.forward(*args, [], spec.text, [], "cute", False)[0], want)
     assert len(calls) == 1 and len(caplog.records) == 1 and "TypeError" in caplog.text
     launch.clear_plans()
-    launch.prepare(refuse, spec.text, torch.float16, 8, 16, 2, DEV, False, strict=True)
+    launch.prepare(refuse, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, False, False, True), strict=True)
     with pytest.raises(KernelUnavailable, match="could not be launched"):
         launch.forward(*args, [], spec.text, [], "cute", False)
 
@@ -174,3 +174,47 @@ def test_fp64_operands_are_computed_in_fp64():
     scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 0.3
     torch.testing.assert_close(out, scores.softmax(-1) @ v.repeat_interleave(2, 1), rtol=1e-12, atol=1e-12)
     assert lse.dtype is torch.float32
+
+
+def test_aux_layouts_choose_the_kernel(monkeypatch):
+    """One kernel for tensors that TMA can read, one for all others, whatever came first."""
+    made = []
+
+    def make(key):
+        recorder = Recorder()
+        made.append((key, recorder))
+        return launch.make_plan(recorder, key, dense_aux=key.regular, strict=False)
+
+    monkeypatch.setattr(launch, "_make_plan", make)
+    aux = (AuxSpec("float32", 3),)
+    spec = AttentionSpec(0.5, parse_expr("score + aux0[h, q_idx, kv_idx]", aux), aux=aux)
+    args = operands(sk=8)
+    good = torch.zeros(4, 3, 8)
+    layouts = [good, good[:1].expand(4, 3, 8), torch.zeros(4, 3, 9)[..., :8], good.mT.contiguous().mT, good]
+    for t in layouts:
+        launch.forward(*args, [t], spec.text, [], "cute", False)
+    (first, regular), (second, irregular) = made
+    assert first.regular and not second.regular
+    assert len(regular.calls) == 3 and len(irregular.calls) == 2
+    assert [call[7][0].stride() for call in irregular.calls] == [layouts[2].stride(), layouts[3].stride()]
+
+
+def test_strides_of_single_rows_do_not_matter(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(launch, "_make_plan", lambda key: launch.make_plan(recorder, key, key.regular, False))
+    aux = (AuxSpec("float32", 3),)
+    spec = AttentionSpec(0.5, parse_expr("score + aux0[h, q_idx, kv_idx]", aux), aux=aux)
+    bias = torch.zeros(4, 9, 8).as_strided((4, 1, 8), (72, 5, 1))
+    launch.forward(*operands(sk=8, sq=1), [bias], spec.text, [], "cute", False)
+    (call,) = recorder.calls
+    assert call[7][0].stride() == (72, 16, 1)
+
+
+def test_long_queries_have_a_kernel_of_their_own(monkeypatch):
+    made = []
+    make = lambda key: made.append(key) or launch.make_plan(Recorder(), key, False, False)
+    monkeypatch.setattr(launch, "_make_plan", make)
+    monkeypatch.setattr(launch, "LONG_SEQLEN_Q", 4)
+    for length in (3, 4, 5, 3):
+        launch.forward(*operands(sq=length), [], AttentionSpec(0.5).text, [], "cute", False)
+    assert [key.long_q for key in made] == [False, True]
