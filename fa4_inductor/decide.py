@@ -114,7 +114,7 @@ def _name(dtype: torch.dtype) -> str:
 def _operands(match: AttentionMatch, target: Target) -> Operands:
     """What the choice depends on. A kernel is built for its head dims, so on a GPU symbolic ones become guards."""
     sizes = [_known_size(size) for size in match.sizes]
-    operands = Operands.of(*operand_values(match), sizes)
+    operands = dataclasses.replace(Operands.of(*operand_values(match), sizes), need_lse=match.lse is not None)
     if target.device_type != "cuda":
         return operands
     return dataclasses.replace(operands, head_dim=int(operands.head_dim), head_dim_v=int(operands.head_dim_v))
@@ -197,7 +197,7 @@ def _key_of(match: AttentionMatch, settings: Settings) -> CompileKey:
     target = _target(q, settings, explaining=False)
     program = prepare(match.spec).spec.text
     dims = (int(q.shape[3]), int(v.shape[3]), _group(q, k))
-    return compiler.forward_key(program, q.dtype, *dims, False, target, **_first_launch(match))
+    return compiler.forward_key(program, q.dtype, *dims, match.lse is not None, target, **_first_launch(match))
 
 
 def _first_launch(match: AttentionMatch) -> dict[str, bool]:

@@ -24,7 +24,7 @@ from fa4_inductor.kernels.graph_aux import build_aux
 from fa4_inductor.kernels.sdpa import build_sdpa
 from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep, apply_view
-from fa4_inductor.runtime.ops import ATTENTION
+from fa4_inductor.runtime.ops import ATTENTION, FORWARD
 
 _MODULES_OF_PURE_FUNCTIONS = ("torch", "_operator", "math", "builtins")
 _IN_PLACE_OPERATORS = {f for name, f in vars(operator).items() if name.startswith("i") and hasattr(operator, name[1:])}
@@ -55,6 +55,8 @@ _LAYOUT_PASSES = {
 
 
 _COPYING_STEPS = ("to", "reshape", "repeat_interleave")
+Built = tuple[fx.Node, fx.Node | None]
+"""The result (B, Hq, Sq, Dv) and the log-sum-exp of its rows (B, Hq, Sq), None where it is not wanted."""
 
 
 class Splicer:
@@ -80,25 +82,35 @@ class Splicer:
             self._masks.clear()
             raise
 
-    def replace(self, match: AttentionMatch, build: Callable[..., fx.Node]) -> None:
-        """`build(q, k, v, aux, sizes)` makes the node of the (B, Hq, Sq, Dv) result at the graph's insert point."""
+    def replace(self, match: AttentionMatch, build: Callable[..., Built]) -> None:
+        """`build(q, k, v, aux, sizes)` makes the node of the (B, Hq, Sq, Dv) result at the graph's insert point, and
+        the one of the log-sum-exp where the match names it."""
         output, roots = match.output, match.output.all_input_nodes
-        before = output.prev
+        replaced = [output] if match.lse is None else [n for n in self.graph.nodes if n in (output, match.lse)]
+        before = replaced[0].prev
         try:
-            with self.graph.inserting_before(output), fake_mode_of(output), torch.no_grad():
+            with self.graph.inserting_before(replaced[0]), fake_mode_of(output), torch.no_grad():
                 q, k, v = (self._operand(o, output) for o in (match.q, match.k, match.v))
                 aux = [self._operand(o, output) for o in match.aux]
-                result = build(q, k, v, aux, [self._replaced.get(n, n) for n in match.sizes])
+                result, lse = build(q, k, v, aux, [self._replaced.get(n, n) for n in match.sizes])
                 result = self._restore(self._view(result, match.output_view, output), match)
+                if match.lse is not None:
+                    assert lse is not None
+                    lse = self.call("call_function", operator.mul, (lse, match.lse_scale), match.lse)
         except Exception:
-            while output.prev is not before:
-                self.graph.erase_node(output.prev)
+            while replaced[0].prev is not before:
+                self.graph.erase_node(replaced[0].prev)
             raise
-        result.meta = dict(output.meta)
-        output.replace_all_uses_with(result)
-        self.graph.erase_node(output)
-        self._replaced[output] = result
+        self._put(output, result)
+        if match.lse is not None and lse is not None:
+            self._put(match.lse, lse)
         self._roots.extend(roots)
+
+    def _put(self, old: fx.Node, new: fx.Node) -> None:
+        new.meta = dict(old.meta)
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+        self._replaced[old] = new
 
     def finish(self) -> None:
         """Erase what fed the replaced sites, nobody uses and is pure. Last, since a site may name nodes of another."""
@@ -131,27 +143,31 @@ class Splicer:
         v: fx.Node,
         aux: list[fx.Node],
         sizes: list[Any],
-    ) -> fx.Node:
+    ) -> Built:
         spec = match.spec
         if implementation == "cute":
             prepared = prepare(spec)
             spec, aux = prepared.spec, build_aux(self.graph, prepared, q, k, aux, match.output, self._masks)
         args = (q, k, v, aux, spec.text, sizes, implementation)
-        return self.call("call_function", ATTENTION, args, match.output)
+        if match.lse is None:
+            return self.call("call_function", ATTENTION, args, match.output), None
+        both = self.call("call_function", FORWARD, (*args, True), match.output)
+        out, lse = (self.call("call_function", operator.getitem, (both, i), match.output) for i in (0, 1))
+        return out, lse
 
     def _sdpa_node(
         self, match: AttentionMatch, q: fx.Node, k: fx.Node, v: fx.Node, aux: list[fx.Node], sizes: list[Any]
-    ) -> fx.Node:
+    ) -> Built:
         """SDPA on exactly these operands: autocast would cast them and the mask, in which finfo.min becomes -inf."""
         build = functools.partial(build_sdpa, self.graph, match.spec, q, k, v, aux, sizes, match.output, self._masks)
         device = value_of(q).device.type
         if not self._may_autocast(device):
-            return build()
+            return build(), None
         off = self.graph.call_function(torch.amp.autocast_mode._enter_autocast, (device, None, False, None))
         with torch.amp.autocast(device, enabled=False):
             result = build()
         self.graph.call_function(torch.amp.autocast_mode._exit_autocast, (off,))
-        return result
+        return result, None
 
     def _may_autocast(self, device: str) -> bool:
         inside = any(node.target is torch.amp.autocast_mode._enter_autocast for node in self.graph.nodes)

@@ -49,6 +49,7 @@ class Operands:
     head_dim: Any
     head_dim_v: Any
     sizes: tuple[Any, ...] = ()
+    need_lse: bool = False
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: Sequence[Any] = ()) -> Operands:
@@ -118,6 +119,8 @@ def supports_sdpa(spec: AttentionSpec, facts: AttentionFacts, operands: Operands
         return _no(DeclineReason.UNSUPPORTED_DTYPE, f"SDPA takes floating point, not {_name(operands.dtype)}")
     if spec.sink is not None:
         return _no(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA has no sink")
+    if operands.need_lse:
+        return _no(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA does not give the log-sum-exp of its rows")
     if facts.slope is None or not facts.slope.is_const or not math.isfinite(facts.slope.value):
         return _no(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA needs a score of the form constant * score + bias")
     if not bias_is_exact(spec, facts, operands.dtype, target):

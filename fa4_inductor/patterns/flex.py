@@ -1,17 +1,21 @@
 """torch.nn.attention.flex_attention: the higher-order op with its score_mod and mask_mod subgraphs.
 
 A BlockMask is read by its mask_mod; its block lists are an acceleration structure that create_block_mask derives from
-it. Where mask_mod keeps everything the lists may hold the only sparsity there is, so they must be trivial too.
+it. Lists that show that they were made otherwise may hold sparsity of their own, and the call is left alone
+(docs/decisions/0007).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
-from fa4_inductor.capture.fx_view import example, shape_exprs
+from fa4_inductor.capture.fx_view import example, shape_exprs, storage_keys
 from fa4_inductor.capture.shadow import Shadow, trace
 from fa4_inductor.capture.slice import GraphIndex, Slice, arg_key, backward_slice, value_key
 from fa4_inductor.errors import DeclineReason, DeclineSite
@@ -24,6 +28,8 @@ from fa4_inductor.patterns.space import Space
 from fa4_inductor.spec import AttentionSpec, AuxSpec
 from fa4_inductor.spec import expr as E
 
+OUT, LSE = 0, 1
+"""Positions in the result of the op; the third are the maxima of the rows."""
 UNBOUNDED_BLOCK = 1 << 30
 """Block size of the mask that flex_attention makes up when it is given none."""
 
@@ -43,6 +49,9 @@ class FlexCall:
         self.score_buffers = tuple(values.get("score_buffers", ()))
         self.mask_buffers = tuple(values.get("mask_buffers", ()))
         self.buffers = tuple(n for n in (*self.score_buffers, *self.mask_buffers) if isinstance(n, fx.Node))
+        # The statistics are in log 2 except from the FLASH backend: torch.nn.attention.flex_attention converts them.
+        options = dict(values["kernel_options"])
+        self.lse_scale = 1.0 if options.get("BACKEND") == "FLASH" else math.log2(math.e)
 
     def structure(self) -> tuple:
         """Equal for calls that differ in q, k, v and the block lists only; buffers are compared by their values' kind
@@ -69,16 +78,48 @@ def _subgraph(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
     return sub
 
 
-def output_of(node: fx.Node, live: set[fx.Node]) -> fx.Node | None:
-    """The node of the attention output; None if it is unused.
+def outputs_of(node: fx.Node, live: set[fx.Node]) -> tuple[fx.Node | None, fx.Node | None]:
+    """The nodes of the attention output and of the log-sum-exp of its rows; None for what is unused.
 
     Raises:
-        DeclineSite: PROBS_ESCAPE when the log-sum-exp or the row maxima are used too.
+        DeclineSite: PROBS_ESCAPE when the maxima of the rows are used too, or the log-sum-exp alone;
+            UNSUPPORTED_DTYPE for a log-sum-exp in float64.
     """
-    outputs = {int(u.args[1]): u for u in node.users if u in live and len(u.args) == 2 and isinstance(u.args[1], int)}
-    if len([u for u in node.users if u in live]) > len(outputs) or any(i != 0 for i in outputs):
-        raise DeclineSite(DeclineReason.PROBS_ESCAPE, "the log-sum-exp of the rows is used as well")
-    return outputs.get(0)
+    users = [u for u in node.users if u in live]
+    outputs = {int(u.args[1]): u for u in users if len(u.args) == 2 and isinstance(u.args[1], int)}
+    out, lse = outputs.get(OUT), outputs.get(LSE)
+    if len(users) > sum(n is not None for n in (out, lse)) or out is None and lse is not None:
+        raise DeclineSite(DeclineReason.PROBS_ESCAPE, "statistics of the rows are used that the kernel does not give")
+    if lse is not None and example(out).dtype is torch.float64:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_DTYPE, "the log-sum-exp of float64 rows")
+    return out, lse
+
+
+def check_lists(call: FlexCall, graph: GraphIndex) -> None:
+    """Decline block lists that can say more than the mask_mod (UNSUPPORTED_PROGRAM): create_block_mask always lists
+    full blocks apart, and lists computed here from tensors that the mask_mod does not know are not its work."""
+    lists = call.lists[2:6]
+    if None in lists:
+        raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "block lists that create_block_mask did not make")
+    computed = [n for n in lists if n.op not in ("placeholder", "get_attr")]
+    foreign = _inputs(computed, graph) - _inputs(call.mask_buffers, graph) if computed else set()
+    if foreign:
+        name = min(foreign, key=graph.order.__getitem__).name
+        detail = f"block lists computed from {name}, which the mask_mod does not know"
+        raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, detail)
+
+
+def _inputs(nodes: Iterable[Any], graph: GraphIndex) -> set[fx.Node]:
+    """Tensors that enter the graph and that the values of `nodes` are computed from, through writes as well."""
+    seen: set[fx.Node] = set()
+    stack = [n for n in nodes if isinstance(n, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+            stack.extend(m for m, written in graph.mutations if written & storage_keys(node))
+    return {n for n in seen if n.op in ("placeholder", "get_attr") and isinstance(example(n), torch.Tensor)}
 
 
 class FlexSite:

@@ -43,6 +43,7 @@ class AttentionMatch:
         output: the node to replace. All that the operands name is computed before it and still holds the value read.
         output_view: steps from the (B, Hq, Sq, Dv) result to `output`'s shape.
         out_dtype: dtype of `output`; differs from q's when the graph casts around the site.
+        lse: the node of the log-sum-exp of the rows (B, Hq, Sq), where it is used: natural log times `lse_scale`.
         location: "file.py:123" of the user's innermost frame, or "".
     """
 
@@ -56,6 +57,8 @@ class AttentionMatch:
     output_view: tuple[ViewStep, ...]
     out_dtype: torch.dtype
     location: str = ""
+    lse: fx.Node | None = None
+    lse_scale: float = 1.0
 
 
 Site = AttentionMatch | Declined

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -19,7 +19,7 @@ from fa4_inductor.capture.slice import Slice, backward_slice, has_softmax_above
 from fa4_inductor.errors import Declined, DeclineReason, DeclineSite
 from fa4_inductor.normalize import normalize
 from fa4_inductor.patterns.binding import GraphFacts, bind_match, check_escape
-from fa4_inductor.patterns.flex import FlexCall, FlexSite, one_block_lists, output_of
+from fa4_inductor.patterns.flex import FlexCall, FlexSite, check_lists, one_block_lists, outputs_of
 from fa4_inductor.patterns.match import AttentionMatch, Site
 from fa4_inductor.patterns.product import Core, Found, ProductSite, SourceOf, core_of, gated_core_of, head_counts
 from fa4_inductor.patterns.sdpa import SdpaSite, read_call
@@ -96,13 +96,15 @@ def _matcher_for(node: fx.Node) -> Callable[[_Search, fx.Node], AttentionMatch |
 
 
 def _match_flex(search: _Search, node: fx.Node) -> AttentionMatch | None:
-    output = output_of(node, search.facts.live)
+    output, lse = outputs_of(node, search.facts.live)
     if output is None:
         return None
     call = FlexCall(search.module, node)
     _check_not_empty(output, call.query, call.key, call.value)
     index = search.facts.index
     piece, lists = backward_slice([call.query, call.key, call.value], node, index), one_block_lists(call, index)
+    if lists is None:
+        search.once(("block lists", *call.lists, *call.mask_buffers), lambda: check_lists(call, index))
     key = ("flex", piece.key(), call.structure(), lists.key() if lists is not None else None)
 
     def read() -> Found:
@@ -111,7 +113,8 @@ def _match_flex(search: _Search, node: fx.Node) -> AttentionMatch | None:
 
     found = search.once(key, read)
     assert found is not None
-    return bind_match(found, search.facts, output, (*piece.nodes, *call.buffers))
+    match = bind_match(found, search.facts, output, (*piece.nodes, *call.buffers))
+    return match if lse is None else replace(match, lse=lse, lse_scale=call.lse_scale)
 
 
 def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:

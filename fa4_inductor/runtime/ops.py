@@ -71,3 +71,4 @@ torch.library.register_fake(f"{NAMESPACE}::_forward", _forward_fake, lib=_librar
 torch.library.register_fake(f"{NAMESPACE}::_forward_into", _forward_into_fake, lib=_library)
 
 ATTENTION = torch.ops.fa4_inductor.attention.default
+FORWARD = torch.ops.fa4_inductor._forward.default

@@ -22,8 +22,8 @@ from fa4_inductor.spec.interpret import Env, evaluate, grid
 
 def attention(
     spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, aux: list[torch.Tensor], sizes: list[int]
-) -> torch.Tensor:
-    """(B, Hq, Sq, Dv) in float64, from the definition in docs/architecture.md.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, Hq, Sq, Dv) and the log-sum-exp (B, Hq, Sq) in float64, from the definition in docs/architecture.md.
 
     Logits are float32 for inputs of at most that width: a bias of -1e10 absorbs the score there, as it does in eager.
     """
@@ -47,12 +47,13 @@ def attention(
     logits = logits.masked_fill(~keep, -torch.inf)
     if spec.sink is not None:
         sink = tensor(evaluate(spec.sink, env), (*full[:-1], 1)).double()
-        return torch.softmax(torch.cat([logits, sink], -1), -1)[..., :-1] @ v
+        logits = torch.cat([logits, sink], -1)
+        return torch.softmax(logits, -1)[..., :-1] @ v, logits.logsumexp(-1)
     p = torch.softmax(logits, -1)
     empty = (logits == -torch.inf).all(-1, keepdim=True)
     if spec.empty_row is not EmptyRow.NAN:
         p = torch.where(empty, 0.0 if spec.empty_row is EmptyRow.ZERO else 1.0 / max(k.shape[2], 1), p)
-    return p @ v
+    return p @ v, logits.logsumexp(-1)
 
 
 @dataclasses.dataclass
@@ -84,17 +85,17 @@ class _Checked(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule, matches: list[AttentionMatch], report: Report) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self.by_output = {m.output: m for m in matches}
+        self.by_output = {n: m for m in matches for n in (m.output, m.lse) if n is not None}
         self.report = report
 
     def run_node(self, n: fx.Node) -> Any:
-        expected = self._expected(self.by_output[n]) if n in self.by_output else None
+        expected = self._expected(self.by_output[n], n) if n in self.by_output else None
         value = super().run_node(n)
         if expected is not None:
             self.report.errors.append(_error(value, expected))
         return value
 
-    def _expected(self, m: AttentionMatch) -> torch.Tensor:
+    def _expected(self, m: AttentionMatch, node: fx.Node) -> torch.Tensor:
         assert parse_spec(m.spec.text) == m.spec, "the program does not read back"
         q, k, v = (self._operand(o) for o in (m.q, m.k, m.v))
         assert q.dtype == k.dtype == v.dtype and q.dim() == k.dim() == v.dim() == 4
@@ -102,7 +103,8 @@ class _Checked(fx.Interpreter):
         for a, declared in zip(aux, m.spec.aux, strict=True):
             assert (a.dtype, a.dim()) == (declared.torch_dtype, declared.ndim)
         sizes = [self.env[s] if isinstance(s, fx.Node) else s for s in m.sizes]
-        return apply_view(attention(m.spec, q, k, v, aux, sizes), self._sized(m.output_view))
+        out, lse = attention(m.spec, q, k, v, aux, sizes)
+        return lse * m.lse_scale if node is m.lse else apply_view(out, self._sized(m.output_view))
 
     def _operand(self, o: Operand) -> torch.Tensor:
         return apply_view(self.env[o.node], self._sized(o.view))

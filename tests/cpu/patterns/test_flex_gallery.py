@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cases import flex_masks, flex_scores
+from tests.cases import flex_calls, flex_masks, flex_scores
 from tests.cases.flex_case import FlexCase
 from tests.cases.oracle import checked
 
-CASES = (*flex_masks.CASES, *flex_scores.CASES)
+CASES = (*flex_masks.CASES, *flex_scores.CASES, *flex_calls.CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from fa4_inductor.errors import DeclineReason
 from tests.cases.oracle import checked
@@ -110,14 +110,3 @@ def test_sparsity_in_the_block_lists_alone_declines() -> None:
     with torch.no_grad():
         function(*_qkv(), block_mask)
     assert [d.reason for d in report.declined] == [DeclineReason.UNSUPPORTED_PROGRAM]
-
-
-def test_used_log_sum_exp_declines() -> None:
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), enable_gqa=True)
-        return out, aux.lse
-
-    function, report = checked(attention)
-    with torch.no_grad():
-        function(*_qkv())
-    assert [d.reason for d in report.declined] == [DeclineReason.PROBS_ESCAPE]
