@@ -110,14 +110,14 @@ def notes(record: Record) -> list[str]:
     texts = []
     if record["status"] in FAILURES:
         what = record.get("reason") or f"error {record['rel_err']:.1e} of the largest output"
-        texts.append(f"**{record['status']}** ({record['impl']}, {record['dtype']}): {_folded(what, _plain)}")
+        texts.append(f"**{record['status']}** ({record['impl']}, {record['dtype']}): {folded(what, plain)}")
     left, missing = _left(record), (record.get("sites") or 0) - (record.get("fused") or 0)
     besides = "" if missing > 0 else "besides the sites counted: "
     places: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for outcome in left:
         places[outcome["reason"], _without_names(outcome["detail"])].append(outcome["location"] or "unknown place")
     for (reason, detail), where in places.items():
-        texts.append(f"{besides}{len(where)} `{reason}` at {_places(where)}: {_folded(detail, _plain)}")
+        texts.append(f"{besides}{len(where)} `{reason}` at {_places(where)}: {folded(detail, plain)}")
     if missing < 0:
         texts.append(f"{-missing} more than counted: only softmax ops and fused calls are")
     unseen = missing - len(left)
@@ -141,17 +141,17 @@ def _without_names(detail: str) -> str:
     return re.sub(r"\b([a-z]+(?:_[a-z]+)*)_\d+\b", r"\1", detail)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text of a table cell that is no Markdown."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     """Code of a table cell."""
     return f"`{text}`".replace("|", "\\|")
 
 
-def _folded(text: str, show: Callable[[str], str]) -> str:
+def folded(text: str, show: Callable[[str], str]) -> str:
     """`show(text)`; of a long text the beginning, which opens to all of it."""
     if len(text) <= FOLD_CHARACTERS:
         return show(text)
@@ -229,7 +229,7 @@ class _Programs:
         """All programs and how many architectures have them."""
         rows = []
         for text, number in self.numbers.items():
-            program = text if text == PLAIN else _folded(text, _code)
+            program = text if text == PLAIN else folded(text, code)
             anchor = f'<a id="{number.lower()}"></a>{number}'
             rows.append(dict(id=anchor, program=program, architectures=str(self.users[text])))
         return markdown_table(rows, ["id", "program", "architectures"])
@@ -245,7 +245,7 @@ def _tables(architectures: Iterable[Architecture], programs: _Programs) -> str:
     shared.sort(key=lambda group: (-len(group[1]), programs.links(group[0])))
     parts = ["`fused/sites` with `attn_implementation=` eager and sdpa."]
     for texts, members in shared:
-        shown = "\n".join(f"- {programs.links([t])} {_code(t) if t != PLAIN else t}" for t in sorted(texts))
+        shown = "\n".join(f"- {programs.links([t])} {code(t) if t != PLAIN else t}" for t in sorted(texts))
         title = f"### {len(members)} architectures: {', '.join(n for t, n in programs.numbers.items() if t in texts)}"
         parts += [title, shown.replace("\\|", "|"), _rows(members, None)]
     others = [a for group in groups.items() if group not in shared for a in group[1]]

@@ -140,9 +140,10 @@ class FlexSite:
 
     def match(self) -> Found:
         call, space = self.call, self.space
-        q = self._operand(call.query, space.q, "d", key=False)
-        k = self._operand(call.key, space.kv, "d", key=True)
-        v = self._operand(call.value, space.kv, "dv", key=True)
+        q = self._operand(call.query, space, space.q, "d", key=False)
+        k = self._operand(call.key, space, space.kv, "d", key=True)
+        space_of_v = self._space_of_value()
+        v = self._operand(call.value, space_of_v, space_of_v.kv, "dv", key=True)
         product: E.Expr = E.score()
         for factor in (*q.factors, *k.factors, E.const(call.scale)):
             product = E.call("mul", product, factor)
@@ -164,14 +165,26 @@ class FlexSite:
         )
         return Found(spec, q, k, v, tuple(self.aux), tuple(space.symbols), (), None)
 
-    def _operand(self, node: fx.Node, position: sympy.Expr, feature: str, *, key: bool) -> BoundOperand:
+    def _space_of_value(self) -> Space:
+        """The space with the sizes of v. Dynamic ones have symbols of their own: nothing compares them with those of k
+        before run time, where all implementations refuse unequal ones."""
+        space = self.space
+        batch, _, length, _ = shape_exprs(example(self.call.value))
+        batch = space.batch if batch == 1 else batch
+        for mine, other in ((batch, space.batch), (length, space.seqlen_k)):
+            if mine != other and mine.is_Integer and other.is_Integer:
+                raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"v has {mine} where q and k have {other}")
+        same = (batch, length) == (space.batch, space.seqlen_k)
+        return space if same else Space(batch, space.heads, space.seqlen_q, length)
+
+    def _operand(self, node: fx.Node, space: Space, position: sympy.Expr, feature: str, *, key: bool) -> BoundOperand:
         shadowed = self.shadow.value[self.piece.nodes.index(node)]
         batch, heads, _, depth = shape_exprs(shadowed.meta["val"])
-        space = self.space
         d = space.ranges.declare(feature, depth)
         head = space.ranges.div(space.h, sympy.cancel(space.heads / heads)) if heads != 1 else sympy.Integer(0)
         index = (space.b if batch != 1 else sympy.Integer(0), head, position, d)
-        return bind(self.ev, shadowed, index, position, d, key=key, scaled=feature == "d")
+        ev = self.ev if space is self.space else Elements(self.shadow, space, self.ev.source_of)
+        return bind(ev, shadowed, index, position, d, key=key, scaled=feature == "d")
 
     def _evaluate(self, mod: fx.GraphModule, values: list[E.Expr], buffers: tuple[Any, ...]) -> E.Expr:
         """Value of a mod graph for symbolic arguments; its captured tensors are aux loads."""

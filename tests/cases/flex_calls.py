@@ -10,7 +10,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from fa4_inductor.errors import DeclineReason
 from tests.cases.flex_case import CAUSAL, HEADS, SEQLEN, FlexCase
-from tests.cases.flex_masks import TILE, causal, document_ids, documents, noop_mask, sliding_window
+from tests.cases.flex_grids import TILE
+from tests.cases.flex_masks import causal, document_ids, documents, noop_mask, sliding_window
 from tests.cases.flex_scores import alibi_slopes, softcap
 
 _DOCUMENT = document_ids()
@@ -37,6 +38,18 @@ def mask_compiled_inside(q, k, v, score_mod, _):
 def two_layers(q, k, v, score_mod, block_mask):
     out = flex_attention(q, k, v, score_mod, block_mask)
     return flex_attention(out, k.sin(), v.cos(), score_mod, block_mask)
+
+
+def written_between(q, k, v, _, block_mask):
+    """Two equal calls read a captured tensor before and after it is written."""
+    bias = k.mean(-1)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + bias[b, h, kv_idx]
+
+    out = flex_attention(q, k, v, score_mod, block_mask)
+    bias.add_(torch.arange(SEQLEN) * 0.1)
+    return out + flex_attention(q, k, v, score_mod, block_mask)
 
 
 def transposed_inputs(q, k, v, score_mod, block_mask):
@@ -159,6 +172,8 @@ CASES = (
     _case("mask_compiled_inside", mask_compiled_inside, CAUSAL),
     _case("two_layers", two_layers, mask=lambda: documents(causal), score_mod=lambda: softcap(20), sites=2),
     _case("transposed_inputs", transposed_inputs, CAUSAL, mask=lambda: causal),
+    _case("written_between", written_between, CAUSAL, "scale=0.25; score=score + aux0[b, h, kv_idx]", "float32[3]",
+          mask=lambda: causal, sites=2),
     _case("nested_mods", nested_mods, mask=lambda: causal),
     _case("mods_of_inputs", mods_of_inputs, CAUSAL, "scale=0.25; score=score + aux0[b, h, kv_idx]", "float32[3]",
           mask=lambda: causal),

@@ -81,3 +81,11 @@ class FlexCase:
             return None
         sizes = (*self.mask_sizes, self.seqlen_q, self.seqlen_k)
         return create_block_mask(self.mask(), *sizes, device="cpu", BLOCK_SIZE=self.block_size)
+
+
+def mask_case(
+    name: str, origin: str, mask: Callable[[], Mod], keep: str | None = None, aux: str = "", **more: Any
+) -> FlexCase:
+    """A mask_mod on plain scores, and the text of its program's `keep`."""
+    program = None if keep is None else f"scale=0.25; score=score; keep={keep}; empty_row=zero"
+    return FlexCase(name, origin, mask=mask, program=program, aux=aux, **more)

@@ -1,4 +1,4 @@
-"""mask_mods of the attention-gym gallery, written anew: windows, documents, grids, videos, trees, pages."""
+"""mask_mods of the attention-gym gallery, written anew: windows, documents, trees, pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 from fa4_inductor.errors import DeclineReason
-from tests.cases.flex_case import BATCH, CAUSAL, HEADS, SEQLEN, FlexCase, Mod
+from tests.cases.flex_case import BATCH, CAUSAL, HEADS, SEQLEN, Mod, mask_case
 
 
 def causal(b, h, q_idx, kv_idx):
@@ -56,6 +56,16 @@ def window_in_place(size: int):
         return keep
 
     return mask
+
+
+def window_by_shift(bits: torch.Tensor):
+    """Near-miss: a shift by data has no expression."""
+    return lambda b, h, q_idx, kv_idx: (q_idx >> bits[h]) == (kv_idx >> bits[h])
+
+
+def rounded_causal(b, h, q_idx, kv_idx):
+    """Near-miss: positions beyond 256 that bfloat16 rounds before they are compared."""
+    return (q_idx + 240).to(torch.bfloat16) >= (kv_idx + 240).to(torch.bfloat16)
 
 
 def grouped(inner: Mod, size: int):
@@ -159,97 +169,6 @@ def transfusion():
     return mask
 
 
-def square_window(width: int, reach: int):
-    """Stand-alone self-attention: tokens near in both directions of an image."""
-
-    def mask(b, h, q_idx, kv_idx):
-        rows = (q_idx // width - kv_idx // width).abs() <= reach
-        return rows & ((q_idx % width - kv_idx % width).abs() <= reach)
-
-    return mask
-
-
-def neighborhood(width: int, height: int, kernel: int, position):
-    """NATTEN: the window's centre keeps its distance from the border; `position` maps a token to (x, y)."""
-    half = kernel // 2
-
-    def mask(b, h, q_idx, kv_idx):
-        (q_x, q_y), (kv_x, kv_y) = position(q_idx), position(kv_idx)
-        centre_x = q_x.clamp(half, width - 1 - half)
-        centre_y = q_y.clamp(half, height - 1 - half)
-        return ((centre_x - kv_x).abs() <= half) & ((centre_y - kv_y).abs() <= half)
-
-    return mask
-
-
-def raster(width: int):
-    return lambda i: (i // width, i % width)
-
-
-def tiled(width: int, tile: int):
-    def position(i):
-        which, inside = i // (tile * tile), i % (tile * tile)
-        return which % (width // tile) * tile + inside % tile, which // (width // tile) * tile + inside // tile
-
-    return position
-
-
-def _even_bits(code):
-    """Bits 0, 2, 4, ... of a Morton code next to each other."""
-    code = code & 0x55555555
-    for shift, keep in ((1, 0x33333333), (2, 0x0F0F0F0F), (4, 0x00FF00FF), (8, 0x0000FFFF)):
-        code = (code | (code >> shift)) & keep
-    return code
-
-
-def morton(i):
-    return _even_bits(i), _even_bits(i >> 1)
-
-
-def sliding_tiles(canvas: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[int, ...], text: int = 0):
-    """Sliding tile attention (STA) in any number of dimensions, with text tokens behind the video."""
-    tiles = [c // t for c, t in zip(canvas, tile)]
-    per_tile = int(torch.tensor(tile).prod())
-    vision = int(torch.tensor(canvas).prod())
-
-    def coordinates(i):
-        which, result = i // per_tile, []
-        for n in reversed(tiles):
-            result.append(which % n)
-            which = which // n
-        return result[::-1]
-
-    def mask(b, h, q_idx, kv_idx):
-        near = (q_idx < vision) & (kv_idx < vision)
-        for q_tile, kv_tile, n, k, t in zip(coordinates(q_idx), coordinates(kv_idx), tiles, kernel, tile):
-            left = k // t // 2
-            right = left + (k // t % 2 - 1)
-            centre = q_tile.clamp(left, n - 1 - right)
-            near = near & (kv_tile >= centre - left) & (kv_tile <= centre + right)
-        to_text = (q_idx < vision) & (kv_idx >= vision) & (kv_idx < vision + text)
-        return near | to_text | ((q_idx >= vision) & (kv_idx < vision + text))
-
-    return mask
-
-
-def spatial_head(prompt: int, frame: int, width: int, round_to: int, sink: bool = False):
-    """Sparse VideoGen: a band of frames, and the prompt in both directions."""
-
-    def mask(b, h, q_idx, kv_idx):
-        columns = kv_idx < prompt + (frame if sink else 0)
-        return columns | (q_idx < prompt) | (torch.abs(q_idx - kv_idx) < width * frame // round_to * round_to)
-
-    return mask
-
-
-def temporal_head(prompt: int, frame: int, width: int):
-    def mask(b, h, q_idx, kv_idx):
-        near = torch.abs((q_idx - prompt) % frame - (kv_idx - prompt) % frame) < width
-        return (kv_idx < prompt) | (q_idx < prompt) | near
-
-    return mask
-
-
 def block_diffusion(length: int, block: int):
     """BD3-LM: noised tokens in the first half of the sequence, clean ones in the second."""
 
@@ -286,38 +205,6 @@ def draft_blocks(prefix: int, block: int):
     return mask
 
 
-TILE = 16
-
-
-def _sizes_of_tiles() -> torch.Tensor:
-    return torch.tensor([16, 16, 16, 9])
-
-
-def selected_tiles(count: int = 2):
-    """Video sparse attention: the tiles that a coarse pass selected, as a list per tile of queries."""
-    chosen = torch.rand(BATCH, HEADS, SEQLEN // TILE, SEQLEN // TILE).topk(count).indices
-    sizes = _sizes_of_tiles()
-
-    def mask(b, h, q_idx, kv_idx):
-        kv_tile = kv_idx // TILE
-        selected = (chosen[b, h, q_idx // TILE] == kv_tile.unsqueeze(-1)).any(dim=-1)
-        return selected & (kv_idx % TILE < sizes[kv_tile])
-
-    return mask
-
-
-def tile_map():
-    """The same selection as a table of tiles."""
-    chosen = torch.rand(BATCH, HEADS, SEQLEN // TILE, SEQLEN // TILE) > 0.5
-    sizes = _sizes_of_tiles()
-
-    def mask(b, h, q_idx, kv_idx):
-        kv_tile = kv_idx // TILE
-        return chosen[b, h, q_idx // TILE, kv_tile] & (kv_idx % TILE < sizes[kv_tile])
-
-    return mask
-
-
 PAGE, PAGES = 16, 6
 
 
@@ -345,56 +232,42 @@ def decode_at(position: torch.Tensor):
     return lambda b, h, q_idx, kv_idx: q_idx + position[b] >= kv_idx
 
 
-def _case(name, origin, mask, keep=None, aux="", **more):
-    program = None if keep is None else f"scale=0.25; score=score; keep={keep}; empty_row=zero"
-    return FlexCase(name, origin, mask=mask, program=program, aux=aux, **more)
-
-
-NATTEN = (8, 8, 5)
 CASES = (
-    _case("causal", "masks/causal", lambda: causal, CAUSAL),
-    _case("no_op", "masks/batchify", lambda: noop_mask, decline=DeclineReason.UNSUPPORTED_PROGRAM),
-    _case("prefix_lm", "masks/prefix_lm", lambda: prefix_lm(24)),
-    _case("sliding_window", "masks/sliding_window", lambda: sliding_window(10)),
-    _case("dilated_window", "masks/dilated_sliding_window", lambda: dilated_window(12, 3)),
-    _case("global_window", "masks/global_sliding_window", lambda: global_window(5, torch.arange(SEQLEN) % 17 == 0)),
-    _case("batchify", "masks/batchify", lambda: grouped(noop_mask, 16)),
-    _case("batchify_causal", "masks/batchify", lambda: grouped(causal, 16)),
-    _case("documents", "masks/document_mask", lambda: documents(causal)),
-    _case("documents_in_both_directions", "masks/document_mask", lambda: documents(noop_mask)),
-    _case("documents_of_windows", "masks/document_mask", lambda: documents(sliding_window(5))),
-    _case("documents_by_start", "masks/document_mask", documents_by_start),
-    _case("jagged", "examples/flex_attn", lambda: jagged(causal)),
-    _case("shared_prefix", "masks/shared_prefix", shared_prefix),
-    _case("flamingo", "masks/flamingo", images_of_text, seqlen_k=48),
-    _case("square_window", "examples/flex_attn", lambda: square_window(8, 2)),
-    _case("natten", "masks/natten", lambda: neighborhood(*NATTEN, raster(8))),
-    _case("natten_tiled", "masks/natten", lambda: neighborhood(*NATTEN, tiled(8, 4))),
-    _case("natten_morton", "masks/natten", lambda: neighborhood(*NATTEN, morton)),
-    _case("sliding_tiles_2d", "masks/sta", lambda: sliding_tiles((8, 6), (6, 6), (2, 2), text=16)),
-    _case("sliding_tiles_3d", "masks/sta", lambda: sliding_tiles((4, 4, 4), (3, 2, 4), (1, 2, 2))),
-    _case("spatial_head", "masks/svg", lambda: spatial_head(6, 10, 2, 4)),
-    _case("spatial_head_with_sink", "masks/svg", lambda: spatial_head(6, 10, 2, 4, sink=True)),
-    _case("temporal_head", "masks/svg", lambda: temporal_head(4, 12, 3)),
-    _case("block_diffusion", "masks/block_diffusion", lambda: block_diffusion(32, 8)),
-    _case("draft_tree", "masks/jetspec", lambda: tree(48), seqlen_q=16),
-    _case("draft_blocks", "masks/jetspec", lambda: draft_blocks(16, 12), seqlen_q=48),
-    _case("selected_tiles", "masks/vsa", selected_tiles, mask_sizes=(BATCH, HEADS)),
-    _case("tile_map", "masks/vsa", tile_map, mask_sizes=(BATCH, HEADS)),
-    _case("paged", "examples/paged_attention", lambda: paged(noop_mask), mask_sizes=(BATCH, None), kv_batch=1,
+    mask_case("causal", "masks/causal", lambda: causal, CAUSAL),
+    mask_case("no_op", "masks/batchify", lambda: noop_mask, decline=DeclineReason.UNSUPPORTED_PROGRAM),
+    mask_case("prefix_lm", "masks/prefix_lm", lambda: prefix_lm(24)),
+    mask_case("sliding_window", "masks/sliding_window", lambda: sliding_window(10)),
+    mask_case("dilated_window", "masks/dilated_sliding_window", lambda: dilated_window(12, 3)),
+    mask_case("global_window", "masks/global_sliding_window", lambda: global_window(5, torch.arange(SEQLEN) % 17 == 0)),
+    mask_case("batchify", "masks/batchify", lambda: grouped(noop_mask, 16)),
+    mask_case("batchify_causal", "masks/batchify", lambda: grouped(causal, 16)),
+    mask_case("documents", "masks/document_mask", lambda: documents(causal)),
+    mask_case("documents_in_both_directions", "masks/document_mask", lambda: documents(noop_mask)),
+    mask_case("documents_of_windows", "masks/document_mask", lambda: documents(sliding_window(5))),
+    mask_case("documents_by_start", "masks/document_mask", documents_by_start),
+    mask_case("jagged", "examples/flex_attn", lambda: jagged(causal)),
+    mask_case("shared_prefix", "masks/shared_prefix", shared_prefix),
+    mask_case("flamingo", "masks/flamingo", images_of_text, seqlen_k=48),
+    mask_case("block_diffusion", "masks/block_diffusion", lambda: block_diffusion(32, 8)),
+    mask_case("draft_tree", "masks/jetspec", lambda: tree(48), seqlen_q=16),
+    mask_case("draft_blocks", "masks/jetspec", lambda: draft_blocks(16, 12), seqlen_q=48),
+    mask_case("paged", "examples/paged_attention", lambda: paged(noop_mask), mask_sizes=(BATCH, None), kv_batch=1,
           seqlen_k=PAGE * PAGES),
-    _case("paged_causal", "examples/paged_attention", lambda: paged(causal), mask_sizes=(BATCH, None), kv_batch=1,
+    mask_case("paged_causal", "examples/paged_attention", lambda: paged(causal), mask_sizes=(BATCH, None), kv_batch=1,
           seqlen_k=PAGE * PAGES),
-    _case("paged_decode", "examples/paged_attention", lambda: paged(decode_at(torch.tensor([40, 17]))),
+    mask_case("paged_decode", "examples/paged_attention", lambda: paged(decode_at(torch.tensor([40, 17]))),
           mask_sizes=(BATCH, None), kv_batch=1, seqlen_q=1, seqlen_k=PAGE * PAGES),
-    _case("decode", "examples/paged_attention", lambda: decode_at(torch.tensor([40, 17])), mask_sizes=(BATCH, None),
+    mask_case("decode", "examples/paged_attention", lambda: decode_at(torch.tensor([40, 17])), mask_sizes=(BATCH, None),
           seqlen_q=1),
-    _case("transfusion", "", transfusion, mask_sizes=(BATCH, None)),
-    _case("prefix_by_batch", "", lambda: prefix_by_batch(torch.tensor([5, 40])), mask_sizes=(BATCH, None)),
-    _case("documents_by_batch", "", documents_by_batch, mask_sizes=(BATCH, None)),
-    _case("lengths_of_both", "", lengths_of_both, mask_sizes=(BATCH, None)),
-    _case("window_by_head", "", lambda: window_by_head(torch.tensor([3, 9, 20, 64])), mask_sizes=(None, HEADS)),
-    _case("window_in_place", "", lambda: window_in_place(7), f"({CAUSAL}) & (kv_idx >= q_idx - 6)"),
-    _case("offset_number", "examples/ring_attention", lambda: causal_with_offset(32), seqlen_q=32),
-    _case("offset_tensor", "", lambda: causal_with_offset(torch.tensor(32)), seqlen_q=32),
+    mask_case("transfusion", "", transfusion, mask_sizes=(BATCH, None)),
+    mask_case("prefix_by_batch", "", lambda: prefix_by_batch(torch.tensor([5, 40])), mask_sizes=(BATCH, None)),
+    mask_case("documents_by_batch", "", documents_by_batch, mask_sizes=(BATCH, None)),
+    mask_case("lengths_of_both", "", lengths_of_both, mask_sizes=(BATCH, None)),
+    mask_case("window_by_head", "", lambda: window_by_head(torch.tensor([3, 9, 20, 64])), mask_sizes=(None, HEADS)),
+    mask_case("window_in_place", "", lambda: window_in_place(7), f"({CAUSAL}) & (kv_idx >= q_idx - 6)"),
+    mask_case("window_by_shift", "", lambda: window_by_shift(torch.tensor([1, 2, 3, 4])), mask_sizes=(None, HEADS),
+          decline=DeclineReason.UNSUPPORTED_OP),
+    mask_case("rounded_causal", "", lambda: rounded_causal, decline=DeclineReason.UNSUPPORTED_OP),
+    mask_case("offset_number", "examples/ring_attention", lambda: causal_with_offset(32), seqlen_q=32),
+    mask_case("offset_tensor", "", lambda: causal_with_offset(torch.tensor(32)), seqlen_q=32),
 )  # fmt: skip

@@ -182,6 +182,11 @@ def learned_sink_tokens(count: int, strength: float):
     return lambda score, b, h, q_idx, kv_idx: score + strength * (kv_idx < count)
 
 
+def above(threshold: float):
+    """A threshold on the score itself; rows below it everywhere give 0."""
+    return lambda score, b, h, q_idx, kv_idx: torch.where(score > threshold, score, -float("inf"))
+
+
 def document_penalty():
     document = torch.arange(SEQLEN) // 20
     penalty = torch.tensor(2.5)
@@ -228,4 +233,5 @@ CASES = (
     _case("softcap_then_alibi", "", lambda: composed(softcap(20), alibi_formula()), mask=lambda: causal),
     _case("sink_tokens", "", lambda: learned_sink_tokens(4, 1.5)),
     _case("document_penalty", "", document_penalty),
+    _case("above_threshold", "", lambda: above(1.0)),
 )  # fmt: skip

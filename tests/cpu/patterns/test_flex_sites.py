@@ -89,6 +89,18 @@ def test_block_mask_made_inside_and_dynamic_shapes(mask: str) -> None:
         assert report.error < 1e-5
 
 
+def test_a_fresh_mask_for_every_length() -> None:
+    """Masks made outside by the same code share two graphs: of the first length, and of all others."""
+    function, report = checked(lambda q, k, v, m: flex_attention(q, k, v, block_mask=m, enable_gqa=True), dynamic=None)
+    for batch, seqlen in ((2, 64), (3, 48), (4, 80), (2, 33)):
+        q, k, v = (torch.randn(batch, heads, seqlen, 16) for heads in (4, 2, 2))
+        block_mask = create_block_mask(MASK_MODS["window"][0], None, None, seqlen, seqlen, device="cpu", BLOCK_SIZE=16)
+        with torch.no_grad():
+            function(q, k, v, block_mask)
+    assert len(report.sites) == len(report.matches) <= 2, report.sites
+    assert len(report.errors) == 4 and report.error < 1e-5
+
+
 def test_minus_infinity_in_the_score_is_a_mask() -> None:
     function, report = checked(
         lambda q, k, v: flex_attention(
