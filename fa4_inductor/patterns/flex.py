@@ -2,7 +2,7 @@
 
 A BlockMask is read by its mask_mod; its block lists are an acceleration structure that create_block_mask derives from
 it. Lists that show that they were made otherwise may hold sparsity of their own, and the call is left alone
-(docs/decisions/0007).
+(docs/decisions/0008).
 """
 
 from __future__ import annotations
