@@ -1,14 +1,16 @@
 """ATen shadow of a slice: the same computation in core ATen, and which shadow node is the value of which slice node.
 
-The slice is run node by node under `make_fx` on Dynamo's fake tensors, and every tensor it computes is returned, so the
-output list says for each slice node where its value *at the end of the slice* lives. A value that was overwritten
+The slice is run node by node under an `AtenTracer` on Dynamo's fake tensors, and every tensor it computes is returned,
+which says for each slice node where its value *at the end of the slice* lives. A value that was overwritten
 in between has no slice node any more, and a site that needs it declines.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +19,11 @@ from torch import fx
 from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from fa4_inductor.capture.fx_view import SymScalar, example, is_mutation, target_name, tensors_of
 from fa4_inductor.capture.slice import Slice
+from fa4_inductor.capture.tracer import AtenTracer, uncached_autocast
 from fa4_inductor.errors import DeclineReason, DeclineSite
 
 aten = torch.ops.aten
@@ -43,10 +45,10 @@ class Shadow:
     """A core-ATen graph and its map to positions in `Slice.nodes`.
 
     Attributes:
-        graph: placeholders are the tensor and scalar leaves; the output is every value of the slice.
+        graph: placeholders are the leaves, then run-time numbers; the output is every value of the slice.
         value: position of a slice node -> shadow node of its value at the end of the slice.
         positions: shadow node -> positions of the slice nodes with that value, in graph order.
-        module: owner of the graph's get_attr constants.
+        constants: owner of the graph's get_attr nodes.
         mutates: something is written in place, so a value may have no slice node any more.
         parameters: the placeholders of parameters of the model.
     """
@@ -54,7 +56,7 @@ class Shadow:
     graph: fx.Graph
     value: dict[int, fx.Node]
     positions: dict[fx.Node, list[int]]
-    module: fx.GraphModule
+    constants: torch.nn.Module
     mutates: bool
     parameters: frozenset[fx.Node] = frozenset()
 
@@ -70,12 +72,13 @@ def trace(piece: Slice) -> Shadow:
     mutates = any(is_mutation(n) for n in piece.nodes if n not in piece.leaves)
     replay = _Replay(piece, leaves, levels=int(mutates))
     body = torch.func.functionalize(replay, remove="mutations") if mutates else replay
-    table = get_decompositions(_DECOMPOSE)
     mode = next((t.fake_mode for v in inputs for t in tensors_of(v) if isinstance(t, FakeTensor)), None)
     mode = mode or _any_fake_mode(piece)
+    tracer = AtenTracer(_decompositions())
     try:
-        with torch.no_grad(), mode or contextlib.nullcontext(), enable_python_dispatcher():
-            module = make_fx(body, decomposition_table=table, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
+        placeholders = [tracer.placeholder(value) for value in tree_leaves(inputs)]
+        with torch.no_grad(), uncached_autocast(), mode or contextlib.nullcontext(), enable_python_dispatcher(), tracer:
+            values = body(*inputs)
     except DeclineSite:
         raise
     except Exception as error:
@@ -83,11 +86,14 @@ def trace(piece: Slice) -> Shadow:
             raise
         detail = f"the slice cannot be traced: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
         raise DeclineSite(DeclineReason.UNSUPPORTED_OP, detail) from error
-    shadow = _shadow_of(module, replay.returned, mutates)
-    placeholders = module.graph.find_nodes(op="placeholder")
-    given = zip(placeholders, tree_leaves(inputs), strict=True)
-    shadow.parameters = frozenset(n for n, value in given if isinstance(value, torch.nn.Parameter))
+    shadow = _shadow_of(tracer, dict(zip(replay.returned, values, strict=True)), mutates)
+    shadow.parameters = frozenset(n for n in placeholders if isinstance(n.meta["val"], torch.nn.Parameter))
     return shadow
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    return get_decompositions(_DECOMPOSE)
 
 
 def _any_fake_mode(piece: Slice) -> Any:
@@ -177,16 +183,14 @@ def _batched(value: torch.Tensor) -> bool:
     return torch._C._functorch.is_batchedtensor(value)
 
 
-def _shadow_of(module: fx.GraphModule, returned: list[int], mutates: bool) -> Shadow:
-    outputs = module.graph.output_node().args[0]
-    assert isinstance(outputs, tuple | list) and len(outputs) == len(returned)
-    value: dict[int, fx.Node] = {}
+def _shadow_of(tracer: AtenTracer, values: dict[int, torch.Tensor], mutates: bool) -> Shadow:
+    """The shadow of a slice, of whose nodes the `values` are known by position."""
+    value = {position: tracer.node_of(tensor) for position, tensor in values.items()}
     positions: dict[fx.Node, list[int]] = {}
-    for position, node in zip(returned, outputs):
-        if isinstance(node, fx.Node):
-            value[position] = node
-            positions.setdefault(node, []).append(position)
-    return Shadow(module.graph, value, positions, module, mutates)
+    for position, node in value.items():
+        positions.setdefault(node, []).append(position)
+    tracer.graph.output(list(value.values()))
+    return Shadow(tracer.graph, value, positions, tracer.constants, mutates)
 
 
 __all__ = ["Shadow", "SymScalar", "trace"]

@@ -55,7 +55,8 @@ class Slice:
 
 
 def value_key(value: Any) -> Any:
-    """What a trace can see of a leaf: kind, shape and strides of a tensor, the expression of a number."""
+    """What a trace can see of a leaf: kind, shape and strides of a tensor and whether it is a parameter, the expression
+    of a number."""
     if isinstance(value, torch.Tensor):
         dense = value.layout is torch.strided
         strides = tuple(map(_number_key, value.stride())) if dense else value.layout

@@ -84,6 +84,6 @@ def test_passes_keep_every_value() -> None:
     piece, shadow = _shadow(f, x)
     for run in (*PASSES, normalize):
         run(shadow)
-        shadow.module.recompile()
-        torch.testing.assert_close(shadow.module(x)[-1], f(x))
+        module = fx.GraphModule(shadow.constants, shadow.graph)
+        torch.testing.assert_close(module(x)[-1], f(x))
     assert len(shadow.value) == len(piece.nodes)

@@ -153,9 +153,10 @@ def test_layers_with_a_tensor_each_bind_their_own(monkeypatch: pytest.MonkeyPatc
     assert [m.aux[0].node for m in report.matches[:2]] == [m.aux[0].node for m in report.matches[2:]]
 
 
-def _key(index: Any, *, one_object: bool = False, transposed: bool = False) -> tuple:
+def _key(index: Any, *, one_object: bool = False, transposed: bool = False, parameter: bool = False) -> tuple:
     graph, mode = fx.Graph(), FakeTensorMode()
-    a, b = placeholders(graph, [torch.zeros(3, 3), torch.zeros(3, 3)], mode)
+    second = torch.nn.Parameter(torch.zeros(3, 3)) if parameter else torch.zeros(3, 3)
+    a, b = placeholders(graph, [torch.zeros(3, 3), second], mode)
     if one_object:
         b.meta["example_value"] = a.meta["example_value"]
     elif transposed:
@@ -166,9 +167,9 @@ def _key(index: Any, *, one_object: bool = False, transposed: bool = False) -> t
 
 
 def test_key_of_a_slice_tells_apart_what_a_trace_can_see() -> None:
-    """Constants that compare equal, leaves that are one tensor, and memory layouts."""
+    """Constants that compare equal, leaves that are one tensor or a parameter, and memory layouts."""
     indices = [0, False, 0.0, -0.0, None, ..., (0, 1), [0, 1], (0, True), slice(0, 1), slice(0, None), "0", torch.int32]
     keys = [_key(index) for index in indices]
-    keys += [_key(0, one_object=True), _key(0, transposed=True)]
+    keys += [_key(0, one_object=True), _key(0, transposed=True), _key(0, parameter=True)]
     assert len(set(keys)) == len(keys)
     assert _key((0, 1)) == _key((0, 1))
