@@ -8,7 +8,6 @@ Whatever goes wrong here leaves the graph as it was: the model then runs as unde
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from torch._dynamo.exc import RestartAnalysis
 
 from fa4_inductor import log
 from fa4_inductor.capture.composites import Expansion, expand, is_composite, settle
+from fa4_inductor.capture.snapshot import Snapshot
 from fa4_inductor.decide import Decision, Outcome, build_kernels, decide
 from fa4_inductor.errors import DeclineReason, DeclineSite, StrictModeError
 from fa4_inductor.patterns import find_sites
@@ -43,7 +43,7 @@ class ModulePlan:
     module: fx.GraphModule
     decisions: list[Decision]
     expansions: list[Expansion] = dataclasses.field(default_factory=list)
-    before: fx.Graph | None = None
+    before: Snapshot | None = None
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -79,7 +79,8 @@ def fa4(
     except Exception as error:
         if settings.strict or not saved:
             raise
-        _restore(saved)
+        for snapshot in saved:
+            snapshot.restore()
         compiled = _compile(gm, example_inputs, patches)  # where this fails too, the user's graph is at fault
         _internal_error("compiling the rewritten graph", error)
         return compiled
@@ -137,22 +138,22 @@ def plan(gm: fx.GraphModule, settings: Settings, explaining: bool = False) -> li
 
 
 def _expanded(module: fx.GraphModule) -> ModulePlan:
-    before = copy.deepcopy(module.graph) if any(map(is_composite, module.graph.nodes)) else None
+    before = Snapshot(module) if any(map(is_composite, module.graph.nodes)) else None
     return ModulePlan(module, [], expand(module.graph), before)
 
 
-def fuse(gm: fx.GraphModule, settings: Settings) -> list[tuple[fx.GraphModule, fx.Graph]]:
-    """Replace the sites of `gm` in place. Returns (module, graph before) of each changed graph; empty when nothing was.
+def fuse(gm: fx.GraphModule, settings: Settings) -> list[Snapshot]:
+    """Replace the sites of `gm` in place. Returns what each changed graph was; empty when nothing was changed.
 
     Raises:
         StrictModeError: under `fa4.strict`.
     """
-    saved: list[tuple[fx.GraphModule, fx.Graph]] = []
+    saved: list[Snapshot] = []
     try:
         plans = plan(gm, settings)
         for module_plan in plans:
             if any(outcome.fused for outcome in module_plan.outcomes):
-                saved.append((module_plan.module, module_plan.before or copy.deepcopy(module_plan.module.graph)))
+                saved.append(module_plan.before or Snapshot(module_plan.module))
                 _splice(module_plan, settings)
             else:
                 settle(module_plan.expansions, fused=())
@@ -160,7 +161,8 @@ def fuse(gm: fx.GraphModule, settings: Settings) -> list[tuple[fx.GraphModule, f
     except RestartAnalysis:
         raise
     except Exception as error:
-        _restore(saved)
+        for snapshot in saved:
+            snapshot.restore()
         if settings.strict:
             raise
         _internal_error("looking for attention", error)
@@ -191,12 +193,6 @@ def _splice(module_plan: ModulePlan, settings: Settings) -> None:
     settle(module_plan.expansions, fused)
     module_plan.module.graph.lint()
     module_plan.module.recompile()
-
-
-def _restore(saved: list[tuple[fx.GraphModule, fx.Graph]]) -> None:
-    for module, graph in saved:
-        module.graph = graph
-        module.recompile()
 
 
 def _account(outcomes: list[Outcome]) -> None:

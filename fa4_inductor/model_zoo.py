@@ -107,12 +107,13 @@ def _entry(name: str) -> Entry:
     return ENTRIES[name]
 
 
-def _config(entry: Entry, size: str) -> Any:
+def _config(entry: Entry, size: str, layers: int | None = None) -> Any:
     from transformers import AutoConfig
 
     if size not in SIZES:
         raise ValueError(f"unknown size {size!r}: known are {', '.join(SIZES)}")
-    config = AutoConfig.for_model(entry.model_type, **entry.sizes[size])
+    depth = {} if layers is None else {"num_hidden_layers": layers}
+    config = AutoConfig.for_model(entry.model_type, **entry.sizes[size] | depth)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     return config
@@ -126,13 +127,16 @@ def build(
     device: str | torch.device = "cpu",
     batch: int | None = None,
     seqlen: int | None = None,
+    layers: int | None = None,
 ) -> Case:
     """A model in eval mode with inputs; the same numbers in every process on one kind of device.
+
+    batch, seqlen and layers stand for those of the size; encoder-decoders keep their layers.
 
     Raises ValueError for an unknown name or size, and what transformers raises for an attention it does not offer.
     """
     entry = _entry(name)
-    config = _config(entry, size)
+    config = _config(entry, size, layers)
     with torch.device(device):
         model = _model_class(entry, config)._from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     model.eval().requires_grad_(False)

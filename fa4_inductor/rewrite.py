@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fa4_inductor.capture.fx_view import is_mutation
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.kernels.graph_aux import build_aux
+from fa4_inductor.kernels.graph_values import Memo
 from fa4_inductor.kernels.sdpa import build_sdpa
 from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep, apply_view
@@ -65,7 +66,7 @@ class Splicer:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self._views: dict[tuple[fx.Node, tuple[ViewStep, ...]], fx.Node] = {}
-        self._masks: dict[Any, fx.Node] = {}
+        self._masks: Memo = {}
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._roots: list[fx.Node] = []
 

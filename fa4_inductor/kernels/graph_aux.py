@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fa4_inductor.kernels.contract import widened
-from fa4_inductor.kernels.graph_values import GraphValues
+from fa4_inductor.kernels.graph_values import GraphValues, Memo
 from fa4_inductor.lowering.hoist import materialise
 from fa4_inductor.lowering.prepare import Prepared
 
@@ -24,7 +24,7 @@ def build_aux(
     k: fx.Node,
     aux: Sequence[fx.Node],
     like: fx.Node,
-    memo: dict[Any, fx.Node] | None = None,
+    memo: Memo | None = None,
 ) -> list[fx.Node]:
     """The aux nodes of `prepared.spec`, added at the graph's insert point.
 
@@ -40,11 +40,8 @@ def build_aux(
     device = values.wrap(q).device
 
     def shared(key: tuple, build: Callable[..., Any], *args: Any) -> fx.Node:
-        node = memo.get(key)
-        if node is None or not values.still_valid(node):
-            with values.real_constants():
-                node = memo[key] = build(*args).node
-        return node
+        with values.real_constants():
+            return values.shared(memo, key, lambda: build(*args))
 
     sources = list(aux)
     for table in prepared.tables:

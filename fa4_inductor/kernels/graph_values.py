@@ -7,6 +7,7 @@ device nor shape. The caller sets the insert point, just before the node that is
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.node import map_aggregate
 
 from fa4_inductor.capture.fx_view import is_mutation
+
+Memo = dict[Any, tuple[fx.Node, fx.Node]]
+"""Nodes shared by sites of one graph, by key, each with the last node up to which nothing was written after it."""
 
 
 class GraphValue(fx.Proxy):
@@ -101,7 +105,16 @@ class GraphValues(fx.proxy.GraphAppendingTracer):
                 node.meta["example_value"] = target(*fake_args, **fake_kwargs)
         return node
 
-    def still_valid(self, node: fx.Node) -> bool:
+    def shared(self, memo: Memo, key: Any, build: Callable[[], GraphValue]) -> fx.Node:
+        """The node that `build` made for this key at an earlier site, if nothing was written since; else a new one."""
+        if key in memo:
+            node, checked = memo[key]
+        if key not in memo or not self._unwritten_since(node if checked._erased else checked):
+            node = build().node
+        memo[key] = node, self.like.prev
+        return node
+
+    def _unwritten_since(self, node: fx.Node) -> bool:
         """Whether `node` comes before the insert point with nothing written in place between the two."""
         current = self.like.prev
         while current is not node:

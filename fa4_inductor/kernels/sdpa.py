@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fa4_inductor.analysis.facts import facts
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.kernels.contract import bshd, no_lse, widened
-from fa4_inductor.kernels.graph_values import GraphValue, GraphValues
+from fa4_inductor.kernels.graph_values import GraphValue, GraphValues, Memo
 from fa4_inductor.spec import AttentionSpec, EmptyRow, Expr
 from fa4_inductor.spec.expr import TRUE, is_finite_const
 from fa4_inductor.spec.interpret import Env, evaluate
@@ -57,7 +57,7 @@ def build_sdpa(
     aux: Sequence[fx.Node],
     sizes: Sequence[fx.Node | int],
     like: fx.Node,
-    memo: dict[Any, fx.Node] | None = None,
+    memo: Memo | None = None,
 ) -> fx.Node:
     """The node of the (B, Hq, Sq, Dv) result, added at the graph's insert point with all it needs.
 
@@ -117,10 +117,7 @@ def _shared(sharing: tuple | None, lengths: dict[str, Any], key: tuple, build: C
     memo, values, aux_nodes, size_nodes = sharing
     known = tuple(n if isinstance(n, int) else str(values.value_of(n)) for n in lengths.values())
     key = (*key, known, tuple(aux_nodes), tuple(size_nodes))
-    node = memo.get(key)
-    if node is None or not values.still_valid(node):
-        node = memo[key] = build().node
-    return values.wrap(node)
+    return values.wrap(values.shared(memo, key, build))
 
 
 def _mask(
