@@ -11,14 +11,15 @@ HAS_SINK = False
 EMPTY_ROW = "nan"
 MAY_BE_EMPTY = False
 AUX = (("int64", 2),)
+UNIT_STRIDE = (0,)
 
 
 def row(ctx, b, h, q_idx, u):
-    return (Int32(ctx.aux[0][b, ops.clamp(q_idx, 0, ctx.seqlen_q - 1)]),)
+    return (Int32(ops.entry(ctx.aux[0][b, None], ops.clamp_index(q_idx, ctx.seqlen_q - 1))),)
 
 
 def column(ctx, b, h, kv_idx, u):
-    return (Int32(ctx.aux[0][b, ops.clamp(kv_idx, 0, ctx.seqlen_k - 1)]),)
+    return (Int32(ops.entry(ctx.aux[0][b, None], ops.clamp_index(kv_idx, ctx.seqlen_k - 1))),)
 
 
 def keep(ctx, b, h, q_idx, kv_idx, u, r, c):

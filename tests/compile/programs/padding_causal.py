@@ -9,10 +9,11 @@ HAS_SINK = False
 EMPTY_ROW = "nan"
 MAY_BE_EMPTY = True
 AUX = (("bool", 2),)
+UNIT_STRIDE = (0,)
 
 
 def column(ctx, b, h, kv_idx, u):
-    return (ctx.aux[0][b, ops.clamp(kv_idx, 0, ctx.seqlen_k - 1)] != 0,)
+    return (ops.entry(ctx.aux[0][b, None], ops.clamp_index(kv_idx, ctx.seqlen_k - 1)) != 0,)
 
 
 def keep(ctx, b, h, q_idx, kv_idx, u, r, c):
