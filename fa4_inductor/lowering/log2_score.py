@@ -30,15 +30,25 @@ def log2_score(score: Expr, shift: Expr | None = None) -> Expr:
     """`score * log2(e) + shift`.
 
     Score terms come last in the sum, so that they meet the rest in one fused multiply-add, and the shift right before
-    them: what is added up before it may be large and cancel.
+    them: what is added up before it may be large and cancel. Without a shift, terms that may be fills are rounded
+    before the score is added: a row of nothing but fills is uniform because the fill swallows the score. With one they
+    are added last, in one multiply-add; the kernel runs rows whose shift is a fill again without.
     """
     parts = [_spread(t) for t in terms(scaled(float_distances(simplify(score)), LOG2_E))]
-    saturating = [t for t in parts if t.op == "mul_rz" and stage(t) is Stage.ELEMENT]
-    sums = sorted((t for t in parts if t not in saturating), key=lambda t: ("score" in t.free, stage(t)))
+    fills = [t for t in parts if t.op == "mul_rz" and stage(t) is Stage.ELEMENT]
+    rest = sorted((t for t in parts if t not in fills), key=stage)
+    biases, scores = [t for t in rest if "score" not in t.free], [t for t in rest if "score" in t.free]
     if shift is not None:
-        sums.insert(sum("score" not in t.free for t in sums), shift)
-    result = total(sums)
-    for term in saturating:
+        return _add_fills(total([*biases, shift, *scores]), fills)
+    if fills and not any(n.op == "mul_rz" for n in walk(*biases)):
+        return total([*biases, _add_fills(fills[0], fills[1:]), *scores])
+    with_fills = [_add_fills(total(biases), fills)] if fills else biases
+    return total([*with_fills, *scores])
+
+
+def _add_fills(result: Expr, fills: list[Expr]) -> Expr:
+    """`result` + fills, saturating."""
+    for term in fills:
         result = Expr("fma_rz", Kind.FLOAT, (*term.args, result))
     return result
 

@@ -149,10 +149,11 @@ def test_additive_causal_mask_through_tma():
     run("tma_bias", x)
 
 
-def test_rows_of_nothing_but_fills_are_uniform():
+@pytest.mark.parametrize("fill", [-1e9, -(2.0**32), -1e30])
+def test_rows_of_nothing_but_fills_are_uniform(fill):
     x = inputs(1, 2, 300, 520, 64)
     bias = torch.zeros(2, 300, 520, device="cuda", dtype=torch.bfloat16)
-    bias[:, 100:130] = -1e30
+    bias[:, 100:130] = fill
     x.aux = (bias,)
     out, _ = run("tma_bias", x)
     uniform = x.v.float().mean(2, keepdim=True).expand(1, 2, 30, 64)

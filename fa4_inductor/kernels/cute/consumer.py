@@ -216,7 +216,7 @@ def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, order: cutlass
             if cutlass.const_expr(redo.enabled):
                 if keys.count > keys.num_masked:
                     sums = [consumer.softmax.row_sum[r] for r in range(fragment.ROWS)]
-                    shifts = [consumer.softmax.row_max[r] for r in range(fragment.ROWS)]
+                    shifts = consumer.softmax.shifts() if fwd.program.has_shifted_score else None
                     failed = shift_failed(sums, shifts, at.q_rows, ctx.seqlen_q, consumer.o)
                     redo.mark(round_, failed, consumer.lane)
             store(consumer, at)

@@ -54,10 +54,11 @@ class RedoList(TraceObject):
                 cute.arch.atomic_or(self.words.iterator + _ANY, Int32(1))
 
 
-def shift_failed(row_sums: list, shifts: list, q_rows: tuple, seqlen_q: Int32, acc_o: cute.Tensor) -> Boolean:
+def shift_failed(row_sums: list, shifts: list | None, q_rows: tuple, seqlen_q: Int32, acc_o: cute.Tensor) -> Boolean:
     """Whether a row's sum or O left the range in which the fixed shift is exact; NaN counts as failed.
 
-    So does a shift that is a fill (finfo.min): full tiles then ran without a shift.
+    So does a shift that is a fill (finfo.min, -1e9): full tiles do not round such scores as masked ones do.
+    shifts: None where full tiles have no arithmetic of their own.
     """
     o = fragment.flat(acc_o)
     largest = [Float32(0.0) for _ in range(fragment.ROWS)]
@@ -67,6 +68,7 @@ def shift_failed(row_sums: list, shifts: list, q_rows: tuple, seqlen_q: Int32, a
     failed = Boolean(False)
     for r in range(fragment.ROWS):
         held = (row_sums[r] >= _SUM_LOW) & (row_sums[r] <= _SUM_HIGH) & (largest[r] <= _O_HIGH)
-        held = held & ((shifts[r] > LOWEST_SHIFT) | (shifts[r] == -Float32.inf))
+        if shifts is not None:
+            held = held & ((shifts[r] > LOWEST_SHIFT) | (shifts[r] == -Float32.inf))
         failed = failed | ((held == False) & (q_rows[r] < seqlen_q))  # noqa: E712
     return failed

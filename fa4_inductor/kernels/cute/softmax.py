@@ -13,8 +13,8 @@ from fa4_inductor.kernels.cute.program import Program, ProgramContext
 from fa4_inductor.kernels.cute.static import TraceObject
 
 RESCALE_THRESHOLD_LOG2 = 8.0
-LOWEST_SHIFT = -(2.0**100)
-"""A fixed shift at or below this is a fill, not a score."""
+LOWEST_SHIFT = -(2.0**20)
+"""A fixed shift at or below this is taken for a fill, of which rounding leaves nothing beside a score."""
 
 
 def _first_register(col: int) -> int:
@@ -206,6 +206,10 @@ class Softmax(TraceObject):
     def finite(self, top: Float32) -> Float32:
         """The shift used in exponents: 0 for a row that has none, so that exp2(-inf - shift) is 0."""
         return ops.select(top <= self._floor(), Float32(0.0), top)
+
+    def shifts(self) -> list:
+        """The shift of each row."""
+        return [self.row_max[r] for r in range(fragment.ROWS)]
 
     def minus_shift(self) -> list:
         """What is added to the scores of each row, in base-2 units, before exp2."""

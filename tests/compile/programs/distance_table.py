@@ -26,7 +26,7 @@ def row(ctx, b, h, q_idx, u):
 
 def score(ctx, s, b, h, q_idx, kv_idx, u, r, c):
     entry = Float32(ops.entry(ctx.aux[0][0, h, None], ops.clamp_index(kv_idx + r[0], u[0])))
-    return pops.fma_rz(entry, ops.LOG2_E, s * u[1])
+    return ops.fma(s, u[1], pops.mul_rz(entry, ops.LOG2_E))
 
 
 def shifted_score(ctx, s, b, h, q_idx, kv_idx, u, r, c, shift):

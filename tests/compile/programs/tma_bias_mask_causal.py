@@ -16,7 +16,7 @@ DENSE = (0, 1)
 
 
 def score(ctx, s, b, h, q_idx, kv_idx, u, r, c, d):
-    return pops.fma_rz(Float32(d[0]), ops.LOG2_E, s * ops.LOG2_E)
+    return ops.fma(s, ops.LOG2_E, pops.mul_rz(Float32(d[0]), ops.LOG2_E))
 
 
 def shifted_score(ctx, s, b, h, q_idx, kv_idx, u, r, c, shift, d):

@@ -21,7 +21,7 @@ def uniform(ctx, b, h):
 
 
 def score(ctx, s, b, h, q_idx, kv_idx, u, r, c, d):
-    return pops.fma_rz(Float32(d[0]), ops.LOG2_E, s * u[0])
+    return ops.fma(s, u[0], pops.mul_rz(Float32(d[0]), ops.LOG2_E))
 
 
 def shifted_score(ctx, s, b, h, q_idx, kv_idx, u, r, c, shift, d):
