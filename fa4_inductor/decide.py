@@ -100,7 +100,7 @@ def _choose(match: AttentionMatch, seen: Outcome, settings: Settings, target: Ta
 def _specialised_on(match: AttentionMatch, target: Target) -> str:
     q, k, v = operand_values(match)
     dims = f"head dims {q.shape[3]} and {v.shape[3]}, {_group(q, k)} query heads per key head"
-    return f"{_name(q.dtype)}, {dims}, {target.arch}; not on batch, lengths or strides"
+    return f"{_name(q.dtype)}, {dims}, {target.arch}; not on batch or single lengths and strides"
 
 
 def _group(q: torch.Tensor, k: torch.Tensor) -> int:

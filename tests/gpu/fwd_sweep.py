@@ -40,6 +40,7 @@ def jobs() -> list[Job]:
     table.append(("tma_bias", "bfloat16", 192, 128, 1, True, ()))
     table.append(("sink_window", "bfloat16", 256, 256, 8, True, ()))
     table.append(("causal", "bfloat16", 128, 128, 1, True, (("optimistic_max", False),)))
+    table.append(("causal", "bfloat16", 64, 64, 2, True, (("num_consumers", 3), ("num_stages", 2))))
     table.append(("causal", "bfloat16", 128, 128, 1, True, (("num_consumers", 1), ("tile_n", 64))))
     return table
 
