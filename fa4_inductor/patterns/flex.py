@@ -153,7 +153,8 @@ class FlexSite:
             self._check_lists()
         else:
             logits = E.call("where", keep, logits, -float("inf"))
-        parts = masks.split(logits, dtypes=(example(call.query).dtype,), fills_are_zero=True, has_sink=False)
+        precision = torch.promote_types(example(call.query).dtype, torch.float32)  # of scores, whatever q and k are
+        parts = masks.split(logits, dtypes=(precision,), fills_are_zero=True, has_sink=False)
         aux = tuple(AuxSpec(str(a.dtype).removeprefix("torch."), a.ndim) for a in self.aux)
         spec = AttentionSpec(
             softmax_scale=1.0,

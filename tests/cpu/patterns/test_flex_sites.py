@@ -113,6 +113,19 @@ def test_minus_infinity_in_the_score_is_a_mask() -> None:
     assert report.error < 1e-5
 
 
+@pytest.mark.parametrize(("fill", "is_mask"), [(-65504.0, False), (torch.finfo(torch.float32).min, True)])
+def test_finite_fills_of_half_inputs(fill: float, is_mask: bool) -> None:
+    """Scores are float32 whatever q and k are: the least number of float16 is a bias there, as scores may be lower."""
+    function, report = checked(
+        lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: torch.where(i >= j, s, fill), enable_gqa=True)
+    )
+    with torch.no_grad():
+        function(*(20.0 * t.half() for t in _qkv()))
+    (program,) = report.programs
+    assert ("keep=True" in program) is not is_mask
+    assert report.error < 0.1
+
+
 def test_sparsity_in_the_block_lists_alone_declines() -> None:
     """BC-12: the mask function keeps everything, the lists drop half of the blocks."""
     counts = torch.ones(1, 1, 4, dtype=torch.int32)
