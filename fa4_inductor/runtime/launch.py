@@ -17,7 +17,7 @@ from fa4_inductor.lowering.config_table import LONG_SEQLEN_Q
 from fa4_inductor.settings import Settings
 from fa4_inductor.spec import AttentionSpec, parse_spec
 
-Outputs = tuple[Tensor, Tensor]
+Outputs = tuple[Tensor, Tensor | None]
 _DEVICES = ("cuda",)
 
 
@@ -70,7 +70,7 @@ def forward(
     sizes: Sequence[int],
     implementation: str,
     need_lse: bool,
-) -> Outputs:
+) -> tuple[Tensor, Tensor]:
     """Implementation of `fa4_inductor::_forward`: q (B, Hq, Sq, D), k, v (B or 1, Hkv, Sk, D or Dv), any strides.
 
     Returns:
@@ -80,7 +80,8 @@ def forward(
         ValueError: for an implementation that does not exist, or operands that do not fit together.
         KernelUnavailable: in strict mode, when the kernel cannot be built.
     """
-    return _forward(q, k, v, aux, program, sizes, implementation, need_lse, None)
+    out, lse = _forward(q, k, v, aux, program, sizes, implementation, need_lse, None)
+    return out, q.new_empty((0,), dtype=torch.float32) if lse is None else lse
 
 
 def forward_into(
@@ -111,7 +112,8 @@ def _forward(
     need_lse: bool,
     out: Tensor | None,
 ) -> Outputs:
-    """(out, lse): a kernel that launches writes into the `out` given, all else returns a tensor of its own."""
+    """(out, lse): a kernel that launches writes into the `out` given, all else returns a tensor of its own. lse may be
+    None unless it is needed: an empty tensor costs a quarter of the launch."""
     if implementation == "cute":
         plan = _checked.get((program, q.shape, k.shape, v.shape, q.dtype, q.device, need_lse))
         if plan is not None:
@@ -212,11 +214,11 @@ def _launch(
     batch, heads, seqlen_q, _ = q.shape
     if out is None:
         out = q.new_empty((batch, seqlen_q, heads, v.shape[3])).transpose(1, 2)
-    lse = q.new_empty((batch, heads, seqlen_q) if need_lse else (0,), dtype=torch.float32)
+    lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32) if need_lse else None
     if not (batch and heads and seqlen_q):
         return out, lse
     if not k.shape[2]:
-        return _fill_without_keys(plan, q, k, v, aux, sizes, out, lse, need_lse)
+        return _fill_without_keys(plan, q, k, v, aux, sizes, out, lse)
     kernel_aux = _kernel_aux(plan, aux, q.device) if aux else None
     if plan.streamed and kernel_aux is not None:
         kernel_aux = _regular_aux(plan.dense, plan.streamed, kernel_aux)
@@ -224,7 +226,7 @@ def _launch(
             return _launch_irregular(plan, q, k, v, aux, sizes, need_lse)
     v_mean = torch.mean(v, 2, dtype=torch.float32) if plan.needs_v_mean else None
     arguments = (
-        aligned(q), aligned(k), aligned(v), out, lse if need_lse else None, v_mean, plan.softmax_scale,
+        aligned(q), aligned(k), aligned(v), out, lse, v_mean, plan.softmax_scale,
         kernel_aux, tuple(sizes) if sizes else None,
     )  # fmt: skip
     try:
@@ -289,13 +291,12 @@ def _fill_without_keys(
     aux: Sequence[Tensor],
     sizes: Sequence[int],
     out: Tensor,
-    lse: Tensor,
-    need_lse: bool,
+    lse: Tensor | None,
 ) -> Outputs:
     """Sk = 0: a matrix product over no keys is zero, whatever rows without a kept key get otherwise."""
-    if need_lse and plan.spec.sink is not None:
-        return _RUN["reference"](q, k, v, aux, plan.spec.text, sizes, need_lse)
-    return out.zero_(), lse.fill_(-torch.inf) if need_lse else lse
+    if lse is not None and plan.spec.sink is not None:
+        return _RUN["reference"](q, k, v, aux, plan.spec.text, sizes, True)
+    return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
 
 
 def _kernel_aux(plan: Plan, aux: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
