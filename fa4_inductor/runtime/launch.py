@@ -160,7 +160,7 @@ def _run_eager(name: str) -> Callable[..., Outputs]:
 
 
 @functools.cache
-def _eager_function(name: str) -> Callable[..., Outputs]:
+def _eager_function(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     module = __import__(f"fa4_inductor.kernels.{name}", fromlist=["kernels"])
     return getattr(module, f"attention_{name}")
 
