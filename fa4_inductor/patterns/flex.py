@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -41,6 +42,7 @@ class FlexCall:
         names = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_buffers")
         values = dict(zip((*names, "mask_buffers"), node.args)) | dict(node.kwargs)
         self.query, self.key, self.value = values["query"], values["key"], values["value"]
+        self.dtype = example(node)[OUT].dtype
         self.score_mod = _subgraph(module, values["score_mod"])
         *self.lists, self.block_q, self.block_kv, mask_mod = values["block_mask"]
         self.mask_mod = _subgraph(module, mask_mod)
@@ -62,7 +64,7 @@ class FlexCall:
         mods = (mod_slice(self.score_mod).key(), mod_slice(self.mask_mod).key())
         blocks = (self.block_q, self.block_kv)
         given = (self.scale, len(self.score_buffers), arg_key(buffers, number), arg_key(blocks, number), values)
-        return (*given, example(self.query).dtype, *mods)
+        return (*given, example(self.query).dtype, self.dtype, *mods)
 
 
 def mod_slice(mod: fx.GraphModule) -> Slice:
@@ -185,7 +187,10 @@ class FlexSite:
         head = space.ranges.div(space.h, sympy.cancel(space.heads / heads)) if heads != 1 else sympy.Integer(0)
         index = (space.b if batch != 1 else sympy.Integer(0), head, position, d)
         ev = self.ev if space is self.space else Elements(self.shadow, space, self.ev.source_of)
-        return bind(ev, shadowed, index, position, d, key=key, scaled=feature == "d")
+        bound = bind(ev, shadowed, index, position, d, key=key, scaled=feature == "d")
+        if bound.dtype == self.call.dtype:
+            return bound
+        return replace(bound, view=(*bound.view, ("to", self.call.dtype)), dtype=self.call.dtype)  # autocast
 
     def _evaluate(self, mod: fx.GraphModule, values: list[E.Expr], buffers: tuple[Any, ...]) -> E.Expr:
         """Value of a mod graph for symbolic arguments; its captured tensors are aux loads."""

@@ -135,3 +135,14 @@ def test_sparsity_in_the_block_lists_alone_declines() -> None:
     with torch.no_grad():
         function(*_qkv(), block_mask)
     assert [d.reason for d in report.declined] == [DeclineReason.UNSUPPORTED_PROGRAM]
+
+
+def test_autocast_casts_the_operands() -> None:
+    function, report = checked(lambda q, k, v, m: flex_attention(q, k, v, block_mask=m, enable_gqa=True))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        out = function(*_qkv(), _block_mask(MASK_MODS["causal"][0]))
+    (match,) = report.matches
+    casts = [operand.view[-1:] for operand in (match.q, match.k, match.v)]
+    assert casts == [(("to", torch.bfloat16),)] * 3
+    assert out.dtype is match.out_dtype is torch.bfloat16
+    assert report.error < 0.02
