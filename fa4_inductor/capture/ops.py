@@ -7,8 +7,13 @@ _WORDS = str.split
 CONTRACTIONS = frozenset(_WORDS("matmul bmm baddbmm einsum mm addmm addbmm tensordot imatmul __matmul__"))
 SDPA = frozenset({"scaled_dot_product_attention"})
 FLEX = frozenset({"flex_attention"})
-SOFTMAX = frozenset(_WORDS("softmax _softmax log_softmax softmin exp exp2 logsumexp"))
+SOFTMAX = frozenset(_WORDS("softmax _softmax log_softmax softmin logsumexp"))
 """A contraction is looked at when one of these is above it; whether it really is a softmax is decided on elements."""
+SOFTMAX_BY_HAND = tuple(
+    frozenset(_WORDS(names))
+    for names in ("exp exp2", "sum", "div truediv true_divide div_ itruediv reciprocal pow pow_ ipow log")
+)
+"""One of each: an exponential divided by a sum. Else it is a gate or a decay, as in linear attention."""
 
 STATE = frozenset(_WORDS("_enter_autocast _exit_autocast"))
 VMAP = frozenset(

@@ -97,6 +97,7 @@ def is_opaque(node: fx.Node) -> bool:
 def has_softmax_above(anchor: fx.Node) -> bool:
     """Is there a softmax-like op above a contraction, with no opaque op and no other contraction between?"""
     seen: set[fx.Node] = set()
+    names: set[str] = set()
     stack = list(anchor.all_input_nodes)
     while stack:
         node = stack.pop()
@@ -106,9 +107,10 @@ def has_softmax_above(anchor: fx.Node) -> bool:
         name = target_name(node)
         if name in ops.SOFTMAX:
             return True
+        names.add(name)
         if not is_opaque(node) and name not in ops.CONTRACTIONS:
             stack.extend(node.all_input_nodes)
-    return False
+    return not any(names.isdisjoint(part) for part in ops.SOFTMAX_BY_HAND)
 
 
 class GraphIndex:
@@ -200,7 +202,8 @@ def _check_aliases(members: set[fx.Node], leaves: set[fx.Node], index: GraphInde
         shared = storage_keys(leaf) & written
         others = [n for n in (*leaf.all_input_nodes, *(m for m in leaves if m is not leaf)) if storage_keys(n) & shared]
         if shared and others:
-            detail = f"{leaf.name} and {others[0].name} share memory that is written before this site"
+            made_by = target_name(leaf) or leaf.op
+            detail = f"{leaf.name} ({made_by}) and {others[0].name} share memory that is written before this site"
             raise DeclineSite(DeclineReason.MUTATION, detail)
 
 

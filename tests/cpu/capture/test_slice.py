@@ -61,6 +61,18 @@ def test_softmax_behind_an_opaque_op_is_no_anchor() -> None:
     assert not has_softmax_above(second)
 
 
+def test_an_exponential_is_an_anchor_where_it_is_divided_by_a_sum() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        e = (x @ x.mT).exp()
+        near = torch.matmul(e / e.sum(-1, keepdim=True), x)
+        decayed = torch.matmul((x @ x.mT) * (x.sum(-1) - 1).exp(), x)
+        return near + decayed
+
+    gm = _graph(f, torch.randn(4, 4))
+    anchors = [has_softmax_above(n) for n in gm.graph.nodes if target_name(n) == "matmul"]
+    assert anchors.count(True) == 1
+
+
 def test_equal_layers_have_equal_keys() -> None:
     def f(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         for scale in (0.5, 0.5, 0.5, 0.25):
