@@ -248,11 +248,12 @@ class Elements:
     def _is_batch_of_one(self, tensor: torch.Tensor) -> bool:
         """Index the leading dimension by `b`, which is 0, so that a larger batch has the same program.
 
-        Only for masks and ids, which mostly have a batch dimension: a float tensor is more often a parameter that is
-        broadcast over it, a single number a length that all rows share.
+        Only for masks and ids, which mostly have a batch dimension: a float tensor with a head dimension is more often
+        a parameter that is broadcast over the batch, a single number a length that all rows share.
         """
-        one_row = tensor.ndim > 1 and shape_exprs(tensor)[0] == 1
-        return self.space.batch == 1 and one_row and kind_of(tensor.dtype) is not Kind.FLOAT
+        if self.space.batch != 1 or tensor.ndim < 2 or shape_exprs(tensor)[0] != 1:
+            return False
+        return kind_of(tensor.dtype) is not Kind.FLOAT or tensor.ndim == 4 and shape_exprs(tensor)[1] == 1
 
     def _is_batch_times_heads(self, e: sympy.Expr, size: sympy.Expr) -> bool:
         space = self.space

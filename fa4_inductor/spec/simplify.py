@@ -155,6 +155,16 @@ def integer_linear(e: E.Expr, _: dict[str, Range]) -> E.Expr | None:
     return None
 
 
+def integer_extremes(e: E.Expr, ranges: dict[str, Range]) -> E.Expr | None:
+    """The smaller or larger of two integers whose order the ranges decide."""
+    if e.op not in ("minimum", "maximum") or e.kind is not Kind.INT:
+        return None
+    low, high = bounds(linear(e.args[0]) - linear(e.args[1]), ranges)
+    if high <= 0 or low >= 0:
+        return e.args[0] if (high <= 0) == (e.op == "minimum") else e.args[1]
+    return None
+
+
 def integer_division(e: E.Expr, ranges: dict[str, Range]) -> E.Expr | None:
     """(n*a + r) // n = a and (n*a + r) % n = r where r is proven to lie in [0, n); x // a // b = x // (a*b), and
     x % (a*n) % n = x % n."""
@@ -262,6 +272,7 @@ EXACT_RULES: tuple[Rule, ...] = (
     compared_selection,
     arithmetic_identities,
     integer_linear,
+    integer_extremes,
     integer_division,
     bits,
     integer_compare,

@@ -95,3 +95,32 @@ def test_left_padded_rows_equal_the_unpadded_run(attn: str, dtype: torch.dtype) 
             band = torch.finfo(dtype).eps * reference.abs().max()
             assert (padded[row, -length:].double() - reference).abs().max() <= 2 * own + band
     assert counters()["fused"] == case.sites
+
+
+DOCUMENTS = (40, 24, 64)
+
+
+def _blocks() -> torch.Tensor:
+    """Causal inside each document, (1, 1, S, S)."""
+    return torch.block_diag(*(torch.ones(n, n).tril() for n in DOCUMENTS)).bool()[None, None]
+
+
+@pytest.mark.parametrize(
+    "mask", [None, torch.ones(1, 128, dtype=torch.long), _blocks()], ids=["none", "ones", "blocks"]
+)
+def test_packed_documents(mask: torch.Tensor | None) -> None:
+    """huggingface/transformers#46634: restarting positions are a mask where the model makes one of them."""
+    case = model_zoo.build("llama", "sdpa")
+    ids = torch.randint(3, 250, (1, 128), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
+    inputs = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
+    run = fused(case.model, implementation="reference")
+    with torch.no_grad():
+        before = [model(input_ids=ids, **inputs).logits[0] for model in (case.model, run.model)]
+        changed = ids.clone()
+        changed[0, 7] = (ids[0, 7] + 7) % 243 + 3
+        after = [model(input_ids=changed, **inputs).logits[0] for model in (case.model, run.model)]
+    torch.testing.assert_close(before, before[::-1], atol=1e-4, rtol=1e-4)
+    eager, ours = ([bool(part.abs().max() > 1e-3) for part in (a - b).split(DOCUMENTS)] for a, b in zip(after, before))
+    assert eager == ours == [True, mask is not None and mask.dim() == 2, mask is not None and mask.dim() == 2]
+    assert counters()["fused"] == case.sites

@@ -32,6 +32,11 @@ MASKS: dict[str, tuple[Masked, Callable[[int], torch.Tensor], str]] = {
         lambda batch: _padding(batch)[:, None, None, :] & torch.ones(SEQLEN, SEQLEN, dtype=torch.bool).tril(),
         "aux0[b, q_idx, kv_idx]",
     ),
+    "additive": (
+        torch.add,
+        lambda batch: torch.where(_padding(batch)[:, None, None, :], 0.0, -1.0).repeat(1, 1, SEQLEN, 1),
+        "aux0[b, q_idx, kv_idx]",
+    ),
     "documents": (_same_document, _documents, "aux0[b, q_idx] == aux0[b, kv_idx]"),
     "bias parameter": (torch.add, lambda batch: torch.randn(1, HEADS, SEQLEN, SEQLEN), "aux0[h, q_idx, kv_idx]"),
     "one length": (

@@ -48,6 +48,9 @@ EXPECTED = {
     "~(aux1[h] < 0.0)": "~(aux1[h] < 0.0)",
     "(4 * b + h + q_idx) // 4": "(q_idx + h + b * 4) // 4",
     "kv_idx < seqlen_q": "kv_idx <= seqlen_q - 1",
+    "minimum(kv_idx - seqlen_k + 1, 0)": "kv_idx - seqlen_k + 1",
+    "maximum(0, q_idx)": "q_idx",
+    "maximum(q_idx - 3, 0)": "maximum(q_idx - 3, 0)",
 }
 
 
