@@ -123,11 +123,12 @@ def _flex_stack(layers: int) -> Callable[[Callable[..., Any]], Any]:
 
     slopes = torch.tensor([0.5, 0.25])
     mask = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 64), None, None, 128, 128, device="cpu")
-    weights = torch.randn(layers, 128, 384, generator=torch.Generator().manual_seed(0)) * 128**-0.5
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(384, 128, generator=generator) * 128**-0.5 for _ in range(layers)]
 
     def stack(x: torch.Tensor) -> torch.Tensor:
-        for weight in weights.unbind(0):
-            q, k, v = (x @ weight).view(1, 128, 3, 2, 64).permute(2, 0, 3, 1, 4).unbind(0)
+        for weight in weights:
+            q, k, v = torch.nn.functional.linear(x, weight).view(1, 128, 3, 2, 64).permute(2, 0, 3, 1, 4).unbind(0)
             out = flex_attention(q, k, v, lambda s, b, h, i, j: s + slopes[h] * (j - i), mask)
             x = x + out.transpose(1, 2).reshape(1, 128, 128)
         return x
