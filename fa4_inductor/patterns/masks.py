@@ -23,7 +23,8 @@ ABSORBING = -1e30
 ABSORBING_HALF = -6e4
 """For fp16 logits, whose most negative number is -65504."""
 LEVEL = -1e30
-"""Stands for a finite fill in the rare case that the program must keep it: log2(e) * LEVEL is still finite."""
+"""Stands for a finite fill in the rare case that the program must keep it, its multiples for lower ones: log2(e) times
+them is still finite."""
 
 
 BARE_ZERO = -2e3
@@ -118,11 +119,18 @@ def split(
         return Logits(peeled.value, finite[0].keep, EmptyRow.MEAN)
     if not infinite and not peeled.summed and len({m.fill for m in finite}) == 1:
         return Logits(peeled.value, E.conjunction([m.keep for m in finite]), EmptyRow.MEAN)
-    if len({m.fill for m in finite}) > 1:
-        return Logits(logits, E.TRUE, unkept)  # the higher fill wins in rows of fills only: leave it to the expression
-    # Finite fills stay in the score: a row of them is uniform over just those columns that are not -inf.
-    value = E.call("where", peeled.clear, peeled.value, LEVEL)
+    # Finite fills stay in the score: a row of them is uniform over just those columns that hold the highest.
+    value = E.call("where", peeled.clear, peeled.value, _levels(finite))
     return Logits(value, peeled.alive, unkept)
+
+
+def _levels(finite: list[Mask]) -> E.Expr:
+    """What stands for the fill where a logit is one: an outer mask, which comes later, wins over an inner one."""
+    fills = sorted({m.fill for m in finite}, reverse=True)
+    level = E.const(LEVEL)
+    for mask in finite if len(fills) > 1 else ():
+        level = E.call("where", mask.keep, level, LEVEL * (1 + fills.index(mask.fill)))
+    return level
 
 
 def _check_form(form: Form, value: E.Expr, masks: tuple[Mask, ...]) -> None:

@@ -116,6 +116,13 @@ def unequal_fills(q, k, v, mask):
     return torch.where(mask[:, None, None], scores, -1e37).softmax(-1) @ v
 
 
+def unequal_fills_summed(q, k, v, mask):
+    """Minima of two dtypes (GPT-Neo in bf16): where both drop a key it is -inf."""
+    causal = torch.where(arange()[None] <= arange()[:, None], scores_of(q, k), MIN)
+    pad = torch.where(mask[:, None, None], 0.0, torch.finfo(torch.bfloat16).min)
+    return (causal + pad.to(q.dtype)).softmax(-1) @ v
+
+
 def clamped_sum(q, k, v, mask):
     lowest = torch.full((), torch.finfo(q.dtype).min, dtype=q.dtype)
     causal = torch.where(arange()[None] <= arange()[:, None], lowest.new_zeros(()), lowest)
@@ -310,6 +317,7 @@ CASES = (
     Case("summed_fills", summed_fills, extra=_pad),
     Case("summed_fills_in_range", summed_fills_in_range, decline=DeclineReason.UNSUPPORTED_DTYPE, extra=_pad),
     Case("unequal_fills", unequal_fills, extra=_pad),
+    Case("unequal_fills_summed", unequal_fills_summed, extra=_pad, dtype=torch.float32),
     Case("scalar_tensor_fill", scalar_tensor_fill, extra=_pad),
     Case("bfloat16_positions", bfloat16_positions),
     Case("wrapping_mask", wrapping_mask, program(keep="~aux0[b, kv_idx]"), "bool[2]",
