@@ -100,7 +100,7 @@ class Elements:
         self.chosen: fx.Node | None = None
         self.setback: DeclineSite | None = None
         self._contractions = _contractions_above(shadow.graph)
-        self._normalised = _normalised(shadow.graph, self._contractions)
+        self._normalised = set() if contract is None else _normalised(shadow.graph, self._contractions)
 
     def value(self, node: fx.Node, index: Index) -> E.Expr:
         """Element `index` of `node`.

@@ -158,6 +158,8 @@ def _cumsum(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
 
 
 def _softmax(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    if ev.contract is None:
+        raise _unsupported("softmax of data")
     return ev.atom("softmax", node, index)
 
 

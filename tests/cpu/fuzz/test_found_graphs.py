@@ -95,6 +95,8 @@ def test_a_mask_that_is_normalised_is_data() -> None:
         return F.scaled_dot_product_attention(q, k, v, mask / mask.sum(-1, keepdim=True))
 
     assert _outcome(function, *_qkv(), torch.rand(3, 3)) == "fused"
+    softmax = lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask.softmax(0) + (q @ k.mT).softmax(-1))
+    assert _outcome(softmax, *_qkv(), torch.rand(3, 3)) == "fused"
 
     def product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return (q @ k.mT + mask - mask.amax(-1, keepdim=True)).softmax(-1) @ v
