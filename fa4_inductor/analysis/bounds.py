@@ -37,7 +37,7 @@ def score_bound(score: Expr) -> float | None:
 def may_be_minus_inf(e: Expr) -> bool:
     """Whether a logit can be -inf for finite q . k: additive masks in data, log(0), constants.
 
-    An infinite per-head factor (a slope that scales a distance) is left out: it makes NaN, not -inf, of some key.
+    An infinite per-head slope of a distance is left out: it makes NaN, not -inf, of some key.
     """
     if e.is_const:
         return math.isinf(float(e.value))
@@ -61,14 +61,28 @@ def may_be_minus_inf(e: Expr) -> bool:
     ):
         return False
     if e.op == "mul" and not any(a.is_const for a in e.args):
-        return any(may_be_minus_inf(a) and a.free & {"q_idx", "kv_idx"} for a in e.args)
+        return any(may_be_minus_inf(a) and not _is_slope(a, b) for a, b in (e.args, e.args[::-1]))
     if e.op == "div":
-        return may_be_minus_inf(e.args[0])
+        return may_be_minus_inf(e.args[0]) or not _never_zero(e.args[1])
     if e.op == "maximum":
         return all(map(may_be_minus_inf, e.args))
     if e.op in ("add", "sub", "mul", "neg", "minimum", "abs", "floor", "ceil", "trunc", "round"):
         return any(map(may_be_minus_inf, e.args))
     return may_be_minus_inf(e.args[1]) or may_be_minus_inf(e.args[2]) if e.op == "where" else True
+
+
+def _is_slope(a: Expr, other: Expr) -> bool:
+    positions = {"q_idx", "kv_idx"}
+    return not a.free & {*positions, "score"} and bool(other.free & positions)
+
+
+def _never_zero(e: Expr) -> bool:
+    """Is a divisor surely not 0, as a mask made a number or a distance can be? Data count as scales, which are not."""
+    if e.is_const:
+        return bool(e.value != 0)
+    if e.op == "load":
+        return e.kind is Kind.FLOAT
+    return e.op in ("add", "mul", "abs", "exp", "maximum") and all(map(_never_zero, e.args))
 
 
 def _range(node: Expr, args: list[Range]) -> Range:

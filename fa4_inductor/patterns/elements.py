@@ -32,6 +32,7 @@ from fa4_inductor.spec.ops import Kind
 ATOM_BASE = 1 << 20
 """Aux slots from here on stand for values that are no loads (softmax, reductions); they never leave the matcher."""
 
+HALF = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
 RANDOM_OPS = {
     aten.native_dropout.default, aten.bernoulli.p, aten.bernoulli.default, aten.rand_like.default, aten.rand.default,
@@ -132,6 +133,8 @@ class Elements:
                 value = rule(self, node, index)
                 value = E.cast(value, kind_of(node.meta["val"].dtype))
                 value = boolean_selection(value) if value.kind is Kind.BOOL else value
+                if node.meta["val"].dtype in HALF and "score" not in value.free:
+                    value = _round_terms(value, node.meta["val"].dtype)  # (1 - m) * -1e9 is -inf in fp16
                 _check_width(node, value)
                 return self._collapsed(node, index, value)
             if node in self._normalised:
@@ -170,10 +173,13 @@ class Elements:
 
     def narrow(self, node: fx.Node, index: Index, value: E.Expr) -> E.Expr:
         """A float cast to a type of smaller range: constants beyond it become infinite, and so would data."""
+        dtype = node.meta["val"].dtype
         terms = _terms(value)
-        if "score" not in value.free and any(t.op == "load" and t.value < ATOM_BASE for t in terms):
+        if "score" not in value.free and any(_may_overflow(t, dtype) for t in terms):
             return self.load(node, index)
-        return _round_terms(value, node.meta["val"].dtype)
+        if any(t.op == "load" and t.value < ATOM_BASE and not self.aux[t.value].finite for t in terms):
+            raise DeclineSite(DeclineReason.EMPTY_ROWS, f"fills of a mask that is data may overflow in {dtype}")
+        return _round_terms(value, dtype)
 
     def atom(self, kind: str, node: fx.Node, index: Index, body: E.Expr | None = None) -> E.Expr:
         """The same (kind, node, index) gives the same expression."""
@@ -312,7 +318,19 @@ def _terms(e: E.Expr) -> list[E.Expr]:
     return [e]
 
 
+def _may_overflow(e: E.Expr, dtype: torch.dtype) -> bool:
+    """Could this term leave the range of `dtype` unseen: data, or something computed with a constant beyond it?"""
+    if e.op == "load":
+        return e.value < ATOM_BASE
+    largest = torch.finfo(dtype).max
+    computed = not e.is_const and boolean_selection(e) is e
+    return computed and any(E.is_finite_const(n) and abs(n.value) > largest for n in E.walk(e))
+
+
 def _round_terms(e: E.Expr, dtype: torch.dtype) -> E.Expr:
+    """Constants as `dtype` holds them: on their own, or chosen by a mask."""
+    if "score" not in e.free and e.kind is Kind.FLOAT:
+        e = boolean_selection(e)
     if e.op == "const":
         return E.const(round_to(e.value, dtype))
     if e.op in ("add", "sub"):

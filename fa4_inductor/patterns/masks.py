@@ -136,7 +136,7 @@ def _levels(finite: list[Mask]) -> E.Expr:
 def _check_form(form: Form, value: E.Expr, masks: tuple[Mask, ...]) -> None:
     """Refuse what only a subtracted maximum would make safe; a tensor added to the scores may hold any fill."""
     nodes = list(E.walk(value))
-    loads = any(n.op == "load" and n.kind is Kind.FLOAT and "kv_idx" in n.free for n in nodes)
+    loads = any(n.op == "load" and n.kind is Kind.FLOAT for n in nodes)
     low = any(n.is_const and n.kind is Kind.FLOAT and abs(n.value) > BARE_LIMIT for n in nodes)
     unsafe = {
         Form.SHIFTED: False,

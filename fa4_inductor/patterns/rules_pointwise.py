@@ -128,21 +128,27 @@ def _pow(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
     return E.call("pow", base, exponent)
 
 
+def _limit(ev: Elements, node: fx.Node, index: Index, limit: Any) -> E.Expr:
+    """A bound as the result holds it: in bf16, clamp(x, min=-1e9) gives the bf16 next to -1e9."""
+    e = ev.operand(limit, index)
+    return constant(e.value, node.meta["val"].dtype) if e.is_const else e
+
+
 def _clamp(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
     value = ev.operand(node.args[0], index)
     for position, name, op in ((1, "min", "maximum"), (2, "max", "minimum")):
         limit = node.args[position] if len(node.args) > position else node.kwargs.get(name)
         if limit is not None:
-            value = E.call(op, value, ev.operand(limit, index))
+            value = E.call(op, value, _limit(ev, node, index, limit))
     return value
 
 
 def _clamp_min(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
-    return E.call("maximum", ev.operand(node.args[0], index), ev.operand(node.args[1], index))
+    return E.call("maximum", ev.operand(node.args[0], index), _limit(ev, node, index, node.args[1]))
 
 
 def _clamp_max(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
-    return E.call("minimum", ev.operand(node.args[0], index), ev.operand(node.args[1], index))
+    return E.call("minimum", ev.operand(node.args[0], index), _limit(ev, node, index, node.args[1]))
 
 
 def _relu(ev: Elements, node: fx.Node, index: Index) -> E.Expr:

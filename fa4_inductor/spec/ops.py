@@ -70,6 +70,16 @@ def _float_div(a: Any, b: Any) -> Any:
     return a / b
 
 
+def _of_zero(log: Callable[[float], float]) -> Callable[[float], float]:
+    """log of 0 is -inf: m.float().log() is a mask."""
+    return lambda a: -math.inf if a == 0 else log(a)
+
+
+def _nan_first(choose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """As torch does it, and Python only where the NaN comes first."""
+    return lambda a, b: a if a != a else b if b != b else choose(a, b)
+
+
 def _floor_div(a: Any, b: Any) -> Any:
     return torch.div(a, b, rounding_mode="floor")
 
@@ -82,8 +92,8 @@ _TABLE = (
     Op("floordiv", 2, "numeric", Kind.INT, "//", lambda a, b: a // b, _floor_div),
     Op("mod", 2, "numeric", None, "%", lambda a, b: a % b, torch.remainder),
     Op("neg", 1, "numeric", None, "-", lambda a: -a, torch.neg),
-    Op("minimum", 2, "numeric", None, None, min, torch.minimum, commutative=True),
-    Op("maximum", 2, "numeric", None, None, max, torch.maximum, commutative=True),
+    Op("minimum", 2, "numeric", None, None, _nan_first(min), torch.minimum, commutative=True),
+    Op("maximum", 2, "numeric", None, None, _nan_first(max), torch.maximum, commutative=True),
     Op("abs", 1, "numeric", None, None, abs, torch.abs),
     Op("eq", 2, "any", Kind.BOOL, "==", lambda a, b: a == b, torch.eq, commutative=True),
     Op("ne", 2, "any", Kind.BOOL, "!=", lambda a, b: a != b, torch.ne, commutative=True),
@@ -104,8 +114,8 @@ _TABLE = (
     Op("to_float", 1, "any", Kind.FLOAT, None, float, _to_float),
     Op("exp", 1, "float", Kind.FLOAT, None, math.exp, torch.exp),
     Op("exp2", 1, "float", Kind.FLOAT, None, lambda a: 2.0**a, torch.exp2),
-    Op("log", 1, "float", Kind.FLOAT, None, math.log, torch.log),
-    Op("log2", 1, "float", Kind.FLOAT, None, math.log2, torch.log2),
+    Op("log", 1, "float", Kind.FLOAT, None, _of_zero(math.log), torch.log),
+    Op("log2", 1, "float", Kind.FLOAT, None, _of_zero(math.log2), torch.log2),
     Op("sqrt", 1, "float", Kind.FLOAT, None, math.sqrt, torch.sqrt),
     Op("rsqrt", 1, "float", Kind.FLOAT, None, lambda a: 1.0 / math.sqrt(a), torch.rsqrt),
     Op("tanh", 1, "float", Kind.FLOAT, None, math.tanh, torch.tanh),
