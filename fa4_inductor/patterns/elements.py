@@ -7,6 +7,7 @@ on both q_idx and kv_idx and so is small), the element becomes a load of that te
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,8 +134,7 @@ class Elements:
                 value = rule(self, node, index)
                 value = E.cast(value, kind_of(node.meta["val"].dtype))
                 value = boolean_selection(value) if value.kind is Kind.BOOL else value
-                if node.meta["val"].dtype in HALF and "score" not in value.free:
-                    value = _round_terms(value, node.meta["val"].dtype)  # (1 - m) * -1e9 is -inf in fp16
+                value = _as_held(value, node.meta["val"].dtype)
                 _check_width(node, value)
                 return self._collapsed(node, index, value)
             if node in self._normalised:
@@ -318,6 +318,17 @@ def _terms(e: E.Expr) -> list[E.Expr]:
     return [e]
 
 
+def _as_held(e: E.Expr, dtype: torch.dtype) -> E.Expr:
+    """Constants that the result of an op holds, where its type makes them infinite: (1 - m) * -1e9 is -inf in fp16."""
+    if e.kind is not Kind.FLOAT or not any(n.is_const for n in E.walk(e)):
+        return e
+    if "score" in e.free:
+        return _round_terms(e, dtype, overflow_only=True)
+    selected = boolean_selection(e)
+    held = _round_terms(selected, dtype)
+    return held if dtype in HALF or held is not selected and -math.inf in [n.value for n in E.walk(held)] else e
+
+
 def _may_overflow(e: E.Expr, dtype: torch.dtype) -> bool:
     """Could this term leave the range of `dtype` unseen: data, or something computed with a constant beyond it?"""
     if e.op == "load":
@@ -327,14 +338,15 @@ def _may_overflow(e: E.Expr, dtype: torch.dtype) -> bool:
     return computed and any(E.is_finite_const(n) and abs(n.value) > largest for n in E.walk(e))
 
 
-def _round_terms(e: E.Expr, dtype: torch.dtype) -> E.Expr:
+def _round_terms(e: E.Expr, dtype: torch.dtype, overflow_only: bool = False) -> E.Expr:
     """Constants as `dtype` holds them: on their own, or chosen by a mask."""
     if "score" not in e.free and e.kind is Kind.FLOAT:
         e = boolean_selection(e)
     if e.op == "const":
-        return E.const(round_to(e.value, dtype))
+        rounded = round_to(e.value, dtype)
+        return e if overflow_only and math.isfinite(rounded) else E.const(rounded)
     if e.op in ("add", "sub"):
-        return E.call(e.op, *(_round_terms(a, dtype) for a in e.args))
+        return E.call(e.op, *(_round_terms(a, dtype, overflow_only) for a in e.args))
     if e.op == "where":
-        return E.call("where", e.args[0], *(_round_terms(a, dtype) for a in e.args[1:]))
+        return E.call("where", e.args[0], *(_round_terms(a, dtype, overflow_only) for a in e.args[1:]))
     return e

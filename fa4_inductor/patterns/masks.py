@@ -98,9 +98,11 @@ def split(
         has_sink: a sink column takes part, so no row is empty.
 
     Raises:
-        DeclineSite: UNSUPPORTED_PROGRAM when one scaling makes some fills overflow, EMPTY_ROWS when `form` gives rows
-            of low logits a value that no contract has.
+        DeclineSite: UNSUPPORTED_PROGRAM for NaN, and when one scaling makes some fills overflow; EMPTY_ROWS when `form`
+            gives rows of low logits a value that no contract has.
     """
+    if any(n.is_const and n.value != n.value for n in E.walk(logits)):
+        raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "not a number in a mask")  # 0 * -inf
     limit = ABSORBING_HALF if dtypes[0] is torch.float16 else ABSORBING
     limits = _Range(limit, min(torch.finfo(d).min for d in dtypes))
     if form is Form.BARE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,14 +107,20 @@ class Program:
         """The coarsest unit of rounding of results of `dtype`: of that type, or of a narrower one on the way."""
         if not dtype.is_floating_point:
             return 0.0
-        named = {n for n in _NARROW if n in self.source or any(i.dtype == n for i in self.inputs)}
+        named = {n for n in _NARROW if f".{n}" in self.source or any(i.dtype == n for i in self.inputs)}
         named |= {"float32"} if ".float()" in self.source else set()
         return max(torch.finfo(d).eps for d in (dtype, *(getattr(torch, n) for n in named)))
 
-    def function(self) -> Callable[..., Any]:
-        """`source` compiled."""
+    @property
+    def has_half_types(self) -> bool:
+        """Does anything run in float16 or bfloat16?"""
+        return self.rounding(torch.float64) > torch.finfo(torch.float32).eps
+
+    def function(self, wide: bool = False) -> Callable[..., Any]:
+        """`source` compiled; `wide`: with float64 for every half type."""
         space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "math": math}
-        exec(self.source, space)
+        source = re.sub(r"(?<=\.)(?:b?float16)\b", "float64", self.source) if wide else self.source
+        exec(source, space)
         return space["f"]
 
     def tensors(self, sizes: Sizes | None = None) -> list[torch.Tensor]:

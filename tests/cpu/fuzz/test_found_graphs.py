@@ -119,6 +119,22 @@ def test_a_fill_beyond_the_type_it_is_computed_in_is_minus_infinity() -> None:
     assert _masked(lambda keep: ((~keep).float() * LOW).bfloat16(), torch.bfloat16) == "fused"
 
 
+def test_a_fill_that_arithmetic_makes_overflow_is_minus_infinity() -> None:
+    for mask in (lambda keep: torch.where(keep, 0.0, LOW) / 0.125, lambda keep: (1 - keep.float()) * -3e38 * 2):
+        assert _masked(mask) == "fused"
+
+    def function(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        s = q @ k.mT
+        return torch.where(keep, s, s - 1e30).softmax(-1) @ v
+
+    assert _outcome(function, *(x.half() for x in _qkv()), KEEP) == "fused"
+
+
+def test_not_a_number_in_a_mask_declines() -> None:
+    """(1 - m) * -inf is 0 * -inf where the key is kept."""
+    assert _masked(lambda keep: (1 - keep.float()) * -torch.inf) == "unsupported_program"
+
+
 def test_a_mask_by_log_or_division_is_minus_infinity() -> None:
     assert _masked(lambda keep: keep.float().log()) == "fused"
     assert _masked(lambda keep: 1 - 1 / keep.float()) == "fused"
