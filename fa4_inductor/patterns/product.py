@@ -88,8 +88,9 @@ def core_of(output: fx.Node) -> Core | None:
 
 def gated_core_of(output: fx.Node) -> tuple[Core, fx.Node] | None:
     """The contraction below a product of tensors, and the other factor."""
-    if output.target is aten.mul.Tensor:
-        for value, gate in (output.args[:2], output.args[1::-1]):
+    factors = output.args[:2]
+    if output.target is aten.mul.Tensor and all(isinstance(f, fx.Node) for f in factors):
+        for value, gate in (factors, factors[::-1]):
             core = core_of(value) if shape(value) == shape(output) else None
             if core is not None:
                 return core, gate

@@ -164,6 +164,14 @@ def test_one_key_behind_a_mask_of_one_element() -> None:
     assert _outcome(function, *_qkv(keys=1), torch.full((1, 1), -torch.inf), torch.rand(2, 1, 1)) == "fused"
 
 
+def test_a_number_times_the_output_is_no_gate() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.mT
+        return (s.softmax(-1) @ v) * 2 + s
+
+    assert _outcome(function, *(x[..., :3] for x in _qkv())) == "probs_escape"
+
+
 def test_tensors_without_elements_decline() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q.unflatten(1, (2, 1)) @ k.unflatten(1, (2, 1)).mT).softmax(-1) @ v.unflatten(1, (2, 1))
