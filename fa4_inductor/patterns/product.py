@@ -89,12 +89,16 @@ def core_of(output: fx.Node) -> Core | None:
 def gated_core_of(output: fx.Node) -> tuple[Core, fx.Node] | None:
     """The contraction below a product of tensors, and the other factor."""
     factors = output.args[:2]
-    if output.target is aten.mul.Tensor and all(isinstance(f, fx.Node) for f in factors):
+    if output.target is aten.mul.Tensor and all(map(_is_tensor, factors)):
         for value, gate in (factors, factors[::-1]):
             core = core_of(value) if shape(value) == shape(output) else None
             if core is not None:
                 return core, gate
     return None
+
+
+def _is_tensor(x: object) -> bool:
+    return isinstance(x, fx.Node) and isinstance(x.meta["val"], torch.Tensor)
 
 
 def head_counts(core: Core) -> list[sympy.Expr]:
