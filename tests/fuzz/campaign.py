@@ -54,6 +54,8 @@ def kind(result: Result) -> str:
     """What a graph counts as."""
     if result.failure:
         return "failed"
+    if result.limit:
+        return "known limit"
     return "fused" if result.fused else "declined" if result.declined else "no attention"
 
 
