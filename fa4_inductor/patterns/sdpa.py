@@ -140,8 +140,14 @@ class SdpaSite:
         return Found(spec, q, k, v, tuple(self.ev.aux), tuple(space.symbols), self._output_view(), None)
 
     def _row_of_v(self) -> sympy.Expr:
-        """kv_idx; a variable of its own where Dynamo has another symbol for the same length (caches of k and v)."""
+        """kv_idx; a variable of its own where Dynamo has another symbol for the same length (caches of k and v).
+
+        Raises:
+            DeclineSite: UNSUPPORTED_SHAPE for lengths that differ, which SDPA does not check on every device.
+        """
         length = shape_exprs(self.nodes[self.call.value].meta["val"])[-2]
+        if (length - self.space.seqlen_k).is_nonzero:
+            raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"{self.space.seqlen_k} keys and {length} values")
         return self.space.kv if length == self.space.seqlen_k else self.space.ranges.declare("kv_idx_of_v", length)
 
     def _masked(self, logits: E.Expr, mask: fx.Node) -> E.Expr:

@@ -164,6 +164,16 @@ def test_one_key_behind_a_mask_of_one_element() -> None:
     assert _outcome(function, *_qkv(keys=1), torch.full((1, 1), -torch.inf), torch.rand(2, 1, 1)) == "fused"
 
 
+def test_more_keys_than_values_decline() -> None:
+    """Eager reads beyond the values where its kernel does not check, so there is nothing to compare."""
+    torch._dynamo.reset()
+    q, k, v = _qkv()
+    compiled = fused(F.scaled_dot_product_attention, implementation="reference").model
+    with torch.no_grad():
+        compiled(q, k, v[:, :, :1].expand(2, 2, 1, 4))
+    assert counters()["declined.unsupported_shape"] == 1
+
+
 def test_a_number_times_the_output_is_no_gate() -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s = q @ k.mT
