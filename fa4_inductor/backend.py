@@ -19,7 +19,7 @@ from torch._dynamo.exc import RestartAnalysis
 from fa4_inductor import log
 from fa4_inductor.capture.composites import Expansion, expand, is_composite, settle
 from fa4_inductor.capture.snapshot import Snapshot
-from fa4_inductor.decide import Decision, Outcome, build_kernels, decide
+from fa4_inductor.decide import Decision, Outcome, build_kernels, decide, groups, together
 from fa4_inductor.errors import DeclineReason, DeclineSite, StrictModeError
 from fa4_inductor.patterns import find_sites
 from fa4_inductor.patterns.match import AttentionMatch
@@ -124,11 +124,11 @@ def plan(gm: fx.GraphModule, settings: Settings, explaining: bool = False) -> li
         for module in gm.modules():
             if isinstance(module, fx.GraphModule):
                 plans.append(_expanded(module))
-                plans[-1].decisions = [decide(site, settings, explaining) for site in find_sites(module)]
+                plans[-1].decisions = together([decide(site, settings, explaining) for site in find_sites(module)])
         if not explaining:
             built = iter(build_kernels([decision for p in plans for decision in p.decisions], settings))
             for p in plans:
-                p.decisions = [next(built) for _ in p.decisions]
+                p.decisions = together([next(built) for _ in p.decisions])
         done = not explaining
     finally:
         if not done:
@@ -174,25 +174,33 @@ def fuse(gm: fx.GraphModule, settings: Settings) -> list[Snapshot]:
 
 def _splice(module_plan: ModulePlan, settings: Settings) -> None:
     splicer = Splicer(module_plan.module.graph)
-    for index, (site, outcome) in enumerate(module_plan.decisions):
-        if not outcome.fused:
-            continue
-        assert isinstance(site, AttentionMatch) and outcome.implementation is not None
-        try:
-            splicer.splice(site, outcome.implementation)
-        except DeclineSite as refusal:
-            module_plan.decisions[index] = (site, outcome.left(refusal.reason, refusal.detail))
-        except Exception as error:
-            if settings.strict:
-                raise
-            _warn_internal(f"rewriting {outcome.location}", error)
-            detail = f"{type(error).__name__}: {error}"
-            module_plan.decisions[index] = (site, outcome.left(DeclineReason.INTERNAL_ERROR, detail))
+    decisions: list[Decision] = []
+    for group in groups(module_plan.decisions):
+        decisions += _splice_group(splicer, group, settings)
+    module_plan.decisions = decisions
     splicer.finish()
     fused = {s.output for s, outcome in module_plan.decisions if outcome.fused and isinstance(s, AttentionMatch)}
     settle(module_plan.expansions, fused)
     module_plan.module.graph.lint()
     module_plan.module.recompile()
+
+
+def _splice_group(splicer: Splicer, group: list[Decision], settings: Settings) -> list[Decision]:
+    """The group, as it was when it was spliced (or was to be left), else with the reason why it was not."""
+    parts = [(s, o.implementation) for s, o in group if isinstance(s, AttentionMatch) and o.implementation is not None]
+    if not all(outcome.fused for _, outcome in group):
+        return group
+    try:
+        splicer.splice(*parts)
+        return group
+    except DeclineSite as refusal:
+        reason, detail = refusal.reason, refusal.detail
+    except Exception as error:
+        if settings.strict:
+            raise
+        _warn_internal(f"rewriting {group[0][1].location}", error)
+        reason, detail = DeclineReason.INTERNAL_ERROR, f"{type(error).__name__}: {error}"
+    return [(site, outcome.left(reason, detail)) for site, outcome in group]
 
 
 def _account(outcomes: list[Outcome]) -> None:

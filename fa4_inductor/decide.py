@@ -142,6 +142,28 @@ def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
 Decision = tuple[Site, Outcome]
 
 
+def groups(decisions: Sequence[Decision]) -> list[list[Decision]]:
+    """The decisions that belong together: the terms of one output, or a single site."""
+    found, rest = [], list(decisions)
+    while rest:
+        site = rest[0][0]
+        count = site.terms if isinstance(site, AttentionMatch) else 1
+        found.append(rest[:count])
+        rest = rest[count:]
+    return found
+
+
+def together(decisions: Sequence[Decision]) -> list[Decision]:
+    """The decisions with sums fused as a whole or not at all: a term left alone would need all of P."""
+    result: list[Decision] = []
+    for group in groups(decisions):
+        if any(outcome.fused for _, outcome in group) and not all(outcome.fused for _, outcome in group):
+            detail = "the output is a sum of several attentions, of which another is left alone"
+            group = [(s, o.left(DeclineReason.NOT_FASTER, detail) if o.fused else o) for s, o in group]
+        result += group
+    return result
+
+
 def build_kernels(decisions: Sequence[Decision], settings: Settings) -> list[Decision]:
     """Build what the chosen sites launch, all at once, before any of it runs.
 

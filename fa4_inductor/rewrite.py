@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fa4_inductor.capture.fx_view import is_mutation
 from fa4_inductor.errors import DeclineReason, DeclineSite
+from fa4_inductor.kernels.epilogue import build_epilogue, build_sum
 from fa4_inductor.kernels.graph_aux import build_aux
 from fa4_inductor.kernels.graph_values import Memo
 from fa4_inductor.kernels.sdpa import build_sdpa
@@ -70,31 +71,36 @@ class Splicer:
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._roots: list[fx.Node] = []
 
-    def splice(self, match: AttentionMatch, implementation: str) -> None:
-        """Let `implementation` run the site. Raises `DeclineSite` when it cannot; the graph is then unchanged."""
+    def splice(self, *parts: tuple[AttentionMatch, str]) -> None:
+        """Let each match be run by its implementation; several are the terms of one output.
+
+        Raises `DeclineSite` when one cannot; the graph is then unchanged.
+        """
         try:
-            if implementation == "sdpa":
-                self.replace(match, lambda *operands: self._sdpa_node(match, *operands))
-            else:
-                self.replace(match, lambda *operands: self._op_node(match, implementation, *operands))
+            self.replace(*((match, functools.partial(self._build, match, name)) for match, name in parts))
         except Exception:
             # Nodes that this attempt shared with later sites are gone.
             self._views.clear()
             self._masks.clear()
             raise
 
-    def replace(self, match: AttentionMatch, build: Callable[..., Built]) -> None:
-        """`build(q, k, v, aux, sizes)` makes the node of the (B, Hq, Sq, Dv) result at the graph's insert point, and
-        the one of the log-sum-exp where the match names it."""
+    def _build(self, match: AttentionMatch, implementation: str, *operands: Any) -> Built:
+        if implementation == "sdpa":
+            return self._sdpa_node(match, *operands)
+        return self._op_node(match, implementation, *operands)
+
+    def replace(self, *parts: tuple[AttentionMatch, Callable[..., Built]]) -> None:
+        """For each match `build(q, k, v, aux, sizes)` makes the node of the (B, Hq, Sq, Dv) result at the graph's
+        insert point, and the one of the log-sum-exp where the match names it (a single one does)."""
+        match = parts[0][0]
         output, roots = match.output, match.output.all_input_nodes
         replaced = [output] if match.lse is None else [n for n in self.graph.nodes if n in (output, match.lse)]
         before = replaced[0].prev
         try:
             with self.graph.inserting_before(replaced[0]), fake_mode_of(output), torch.no_grad():
-                q, k, v = (self._operand(o, output) for o in (match.q, match.k, match.v))
-                aux = [self._operand(o, output) for o in match.aux]
-                result, lse = build(q, k, v, aux, [self._replaced.get(n, n) for n in match.sizes])
-                result = self._restore(self._view(result, match.output_view, output), match)
+                results, (lse, *_) = zip(*(self._result(*part) for part in parts))
+                result = self._view(build_sum(self.graph, results, output), match.output_view, output)
+                result = self._restore(result, match)
                 if match.lse is not None:
                     assert lse is not None
                     lse = self.call("call_function", operator.mul, (lse, match.lse_scale), match.lse)
@@ -106,6 +112,18 @@ class Splicer:
         if match.lse is not None and lse is not None:
             self._put(match.lse, lse)
         self._roots.extend(roots)
+
+    def _result(self, match: AttentionMatch, build: Callable[..., Built]) -> Built:
+        q, k, v = (self._operand(o, match.output) for o in (match.q, match.k, match.v))
+        aux = [self._operand(o, match.output) for o in match.aux]
+        (result, lse), epilogue = build(q, k, v, aux, self._sizes(match.sizes)), match.epilogue
+        if epilogue is None:
+            return result, lse
+        aux, sizes = [self._operand(o, match.output) for o in epilogue.aux], self._sizes(epilogue.sizes)
+        return build_epilogue(self.graph, epilogue.value, epilogue.specs, result, k, aux, sizes, match.output), lse
+
+    def _sizes(self, sizes: tuple[fx.Node | int, ...]) -> list[fx.Node | int]:
+        return [self._replaced.get(n, n) if isinstance(n, fx.Node) else n for n in sizes]
 
     def _put(self, old: fx.Node, new: fx.Node) -> None:
         new.meta = dict(old.meta)

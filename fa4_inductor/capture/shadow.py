@@ -28,7 +28,7 @@ from fa4_inductor.errors import DeclineReason, DeclineSite
 
 aten = torch.ops.aten
 _DECOMPOSE = (
-    aten.triu, aten.tril, aten.masked_fill, aten.addmm, aten.addbmm, aten.rsub, aten.stack, aten.eye, aten.isinf,
+    aten.triu, aten.tril, aten.masked_fill, aten.addmm, aten.addbmm, aten.rsub, aten.stack, aten.isinf,
     aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.softplus,
     aten.nan_to_num, aten.roll, aten.linspace, aten.logsumexp, aten.fill, aten.zero,
     aten.sum.default, aten.unbind, aten.pad, aten.lift_fresh_copy, aten.index_select, aten.addcmul,

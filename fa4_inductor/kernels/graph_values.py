@@ -19,6 +19,7 @@ from fa4_inductor.capture.fx_view import is_mutation
 
 Memo = dict[Any, tuple[fx.Node, fx.Node]]
 """Nodes shared by sites of one graph, by key, each with the last node up to which nothing was written after it."""
+SIZES = ("batch", "heads", "seqlen_q", "seqlen_k")
 
 
 class GraphValue(fx.Proxy):
@@ -126,3 +127,22 @@ class GraphValues(fx.proxy.GraphAppendingTracer):
 
 def _example(value: Any) -> Any:
     return value.meta["example_value"] if isinstance(value, fx.Node) else value
+
+
+def index_names(
+    make: Callable[..., Any], used: frozenset[str], lengths: dict[str, Any], numbers: dict[str, Any], device: Any
+) -> dict[str, Any]:
+    """Index tensors of shape (B,1,1,1) ... (1,1,1,Sk) and lengths, as far as the program uses them."""
+    names: dict[str, Any] = {}
+    for axis, (name, length) in enumerate(zip(("b", "h", "q_idx", "kv_idx"), SIZES, strict=True)):
+        if name in used:
+            shape = [1, 1, 1, 1]
+            shape[axis] = -1
+            names[name] = make(torch.reshape, make(torch.arange, lengths[length], device=device), shape)
+    named = {"seqlen_q": lengths["seqlen_q"], "seqlen_k": lengths["seqlen_k"], **numbers}
+    for name, value in named.items():
+        if name in used:
+            # torch functions take no two plain numbers, so a size that is known at run time only becomes a tensor
+            static = isinstance(value, int)
+            names[name] = value if static else make(torch.full, (), value, dtype=torch.int64, device=device)
+    return names

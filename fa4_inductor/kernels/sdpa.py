@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fa4_inductor.analysis.facts import facts
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.kernels.contract import bshd, no_lse, widened
-from fa4_inductor.kernels.graph_values import GraphValue, GraphValues, Memo
+from fa4_inductor.kernels.graph_values import SIZES, GraphValue, GraphValues, Memo, index_names
 from fa4_inductor.spec import AttentionSpec, EmptyRow, Expr
 from fa4_inductor.spec.expr import TRUE, is_finite_const
 from fa4_inductor.spec.interpret import Env, evaluate
@@ -22,7 +22,6 @@ from fa4_inductor.spec.interpret import Env, evaluate
 Make = Callable[..., Any]
 """`make(function, *args, **kwargs)`: calls it, or records the call in a graph."""
 _HALF = (torch.float16, torch.bfloat16)
-_SIZES = ("batch", "heads", "seqlen_q", "seqlen_k")
 
 
 def attention_sdpa(
@@ -43,7 +42,7 @@ def attention_sdpa(
     if need_lse:
         raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA does not return the LSE")
     make: Make = lambda function, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
-    lengths = dict(zip(_SIZES, (*q.shape[:3], k.shape[2]), strict=True))
+    lengths = dict(zip(SIZES, (*q.shape[:3], k.shape[2]), strict=True))
     out = _call(make, q, k, v, aux, spec, lengths, {f"size{i}": n for i, n in enumerate(sizes)}, None)
     return bshd(out, q.dtype), no_lse(q)
 
@@ -71,7 +70,7 @@ def build_sdpa(
     """
     values = GraphValues(graph, like)
     q_, k_, v_ = (values.wrap(n) for n in (q, k, v))
-    lengths = {name: values.length(n, dim) for name, n, dim in zip(_SIZES, (q, q, q, k), (0, 1, 2, 2), strict=True)}
+    lengths = {name: values.length(n, dim) for name, n, dim in zip(SIZES, (q, q, q, k), (0, 1, 2, 2), strict=True)}
     numbers = {f"size{i}": values.number(n) for i, n in enumerate(sizes)}
     sharing = (memo, values, aux, sizes)
     with values.real_constants():
@@ -133,7 +132,7 @@ def _mask(
     used = spec.keep.free | (bias.free if bias is not None else frozenset())
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     env = Env(
-        _names(make, used, lengths, numbers, q.device),
+        index_names(make, used, lengths, numbers, q.device),
         [widened(t, s.kind, wide) for t, s in zip(aux, spec.aux, strict=True)],
     )
     keep = None if spec.keep is TRUE else _four_dims(make, evaluate(spec.keep, env), lengths, q.device)
@@ -149,25 +148,6 @@ def _mask(
         zero = make(torch.zeros, (), dtype=dtype, device=q.device)
         return make(torch.where, keep, zero, fill)
     return make(torch.where, keep, _four_dims(make, value, lengths, q.device).to(dtype), fill)
-
-
-def _names(
-    make: Make, used: frozenset[str], lengths: dict[str, Any], numbers: dict[str, Any], device: Any
-) -> dict[str, Any]:
-    """Index tensors of shape (B,1,1,1) ... (1,1,1,Sk) and lengths, as far as the program uses them."""
-    names: dict[str, Any] = {}
-    for axis, (name, length) in enumerate(zip(("b", "h", "q_idx", "kv_idx"), _SIZES, strict=True)):
-        if name in used:
-            shape = [1, 1, 1, 1]
-            shape[axis] = -1
-            names[name] = make(torch.reshape, make(torch.arange, lengths[length], device=device), shape)
-    named = {"seqlen_q": lengths["seqlen_q"], "seqlen_k": lengths["seqlen_k"], **numbers}
-    for name, value in named.items():
-        if name in used:
-            # torch functions take no two plain numbers, so a size that is known at run time only becomes a tensor
-            static = isinstance(value, int)
-            names[name] = value if static else make(torch.full, (), value, dtype=torch.int64, device=device)
-    return names
 
 
 def _four_dims(make: Make, value: Any, lengths: dict[str, Any], device: Any) -> Any:

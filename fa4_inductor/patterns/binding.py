@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,10 +16,12 @@ from fa4_inductor.capture.shadow import Shadow
 from fa4_inductor.capture.slice import GraphIndex, Slice
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.patterns.elements import AuxTensor
-from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep
+from fa4_inductor.patterns.match import AttentionMatch, Epilogue, Operand, ViewStep
 from fa4_inductor.patterns.operands import BoundOperand, Steps
 from fa4_inductor.patterns.product import Found
+from fa4_inductor.patterns.terms import RESULT
 from fa4_inductor.spec import AttentionSpec, verify
+from fa4_inductor.spec import expr as E
 from fa4_inductor.spec.expr import walk
 from fa4_inductor.spec.simplify import drop_unused_aux, drop_unused_sizes, simplify_spec
 
@@ -51,8 +53,10 @@ class GraphFacts:
         return node if node is not None and self.index.order[node] < self.index.order[site] else None
 
 
-def bind_match(found: Found, facts: GraphFacts, site: fx.Node, nodes: Sequence[fx.Node]) -> AttentionMatch:
-    """The match with its nodes: `nodes[source]` is a captured tensor of `found`.
+def bind_match(
+    found: Found, facts: GraphFacts, site: fx.Node, nodes: Sequence[fx.Node], terms: int = 1
+) -> AttentionMatch:
+    """The match with its nodes: `nodes[source]` is a captured tensor of `found`. `terms` as in `AttentionMatch`.
 
     Raises:
         DeclineSite: UNSUPPORTED_SHAPE when a run-time size has no node, UNSUPPORTED_DTYPE for operands without a
@@ -66,15 +70,31 @@ def bind_match(found: Found, facts: GraphFacts, site: fx.Node, nodes: Sequence[f
     dtype = _common_dtype(found)
     operands = (found.q, *_same_heads(found.k, found.v))
     q, k, v = (_operand(o, dtype, facts, site, nodes) for o in operands)
+    sizes = _sizes((found.symbols[i] for i in used), facts, site)
+    aux = tuple(_aux(found.aux[slot], facts, site, nodes) for slot in kept)
+    view = _steps(found.output_view, facts, site)
+    epilogue = _epilogue(found, facts, site, nodes)
+    match = AttentionMatch(spec, q, k, v, aux, sizes, site, view, out_dtype, location(site))
+    return replace(match, epilogue=epilogue, terms=terms)
+
+
+def _sizes(symbols: Iterable[sympy.Symbol], facts: GraphFacts, site: fx.Node) -> tuple[fx.Node | int, ...]:
     sizes = []
-    for symbol in (found.symbols[i] for i in used):
+    for symbol in symbols:
         size = facts.size(symbol, site)
         if size is None:
             raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, f"no node holds the run-time size {symbol}")
         sizes.append(size)
+    return tuple(sizes)
+
+
+def _epilogue(found: Found, facts: GraphFacts, site: fx.Node, nodes: Sequence[fx.Node]) -> Epilogue | None:
+    if found.epilogue is RESULT:
+        return None
+    holder, kept = drop_unused_aux(replace(found.spec, score=found.epilogue, keep=E.TRUE, sink=None))
+    holder, used = drop_unused_sizes(holder)
     aux = tuple(_aux(found.aux[slot], facts, site, nodes) for slot in kept)
-    view = _steps(found.output_view, facts, site)
-    return AttentionMatch(spec, q, k, v, aux, tuple(sizes), site, view, out_dtype, location(site))
+    return Epilogue(holder.score, aux, holder.aux, _sizes((found.symbols[i] for i in used), facts, site))
 
 
 def _check_constants(spec: AttentionSpec) -> None:
@@ -169,11 +189,12 @@ def check_escape(piece: Slice, shadow: Shadow, scores: fx.Node, site: fx.Node, f
 
 
 def _multi_output(piece: Slice, interior: set[fx.Node]) -> set[fx.Node]:
-    """Nodes with tuple values (max, split) between interior nodes."""
+    """Nodes with tuple values (max, split) between interior nodes. An opaque one (topk) uses the scores for itself."""
     return {
         n
         for n in piece.nodes
-        if isinstance(example(n), tuple | list) and n.users and any(i in interior for i in n.all_input_nodes)
+        if n not in piece.leaves
+        and isinstance(example(n), tuple | list) and n.users and any(i in interior for i in n.all_input_nodes)
     }
 
 

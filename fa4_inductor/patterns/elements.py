@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from fa4_inductor.capture.fx_view import SymScalar, shape_exprs
 from fa4_inductor.capture.shadow import Shadow
@@ -66,7 +67,10 @@ class AuxTensor:
 
 @dataclass(frozen=True)
 class Atom:
-    """A value without expression of its own: `kind` is "softmax", "max" or "sum", `body` what these two run over."""
+    """A value without expression of its own: `kind` is "softmax", "log_softmax", "max" or "sum".
+
+    `body` is what a maximum or a sum runs over.
+    """
 
     kind: str
     node: fx.Node
@@ -83,6 +87,7 @@ class Elements:
             where there is none.
         chosen: the contraction that is Q @ K^T; what is computed from it is never treated as an opaque tensor.
         setback: why the first tensor computed from a contraction was treated as an opaque one.
+        collapsed: loads of tensors that the slice computes from other data by pointwise ops, with the element loaded.
     """
 
     def __init__(
@@ -98,11 +103,13 @@ class Elements:
         self.given = given or {}
         self.aux: list[AuxTensor] = [] if aux is None else aux
         self.atoms: list[Atom] = []
+        self.collapsed: dict[E.Expr, tuple[fx.Node, Index]] = {}
         self._memo: dict[tuple[fx.Node, Index], E.Expr] = {}
+        self._tensors: dict[AuxTensor, fx.Node] = {}
         self.chosen: fx.Node | None = None
         self.setback: DeclineSite | None = None
-        self._contractions = _contractions_above(shadow.graph)
-        self._normalised = set() if contract is None else _normalised(shadow.graph, self._contractions)
+        self._contractions = contractions_above(shadow.graph)
+        self._normalised = set() if contract is None else normalised(shadow.graph, self._contractions)
 
     def value(self, node: fx.Node, index: Index) -> E.Expr:
         """Element `index` of `node`.
@@ -118,6 +125,8 @@ class Elements:
     def _evaluate(self, node: fx.Node, index: Index) -> E.Expr:
         if node in self.given:
             return self.given[node]
+        if node.op == "get_attr" and node.meta["val"].numel() == 1:
+            return self._number(node)
         view = VIEW_RULES.get(node.target) if node.op == "call_function" else None
         rule = POINTWISE_RULES.get(node.target) or TENSOR_RULES.get(node.target)
         try:
@@ -129,14 +138,14 @@ class Elements:
                 e = self.contract(node, index) if self.contract is not None else None
                 return self.load(node, index) if e is None else e
             if view is not None:
-                return self.value(*view(self.space.ranges, node, index))
+                return self._untangled(node, index, self.value(*view(self.space.ranges, node, index)))
             if rule is not None:
                 value = rule(self, node, index)
                 value = E.cast(value, kind_of(node.meta["val"].dtype))
                 value = boolean_selection(value) if value.kind is Kind.BOOL else value
                 value = _as_held(value, node.meta["val"].dtype)
                 _check_width(node, value)
-                return self._collapsed(node, index, value)
+                return self._untangled(node, index, self._collapsed(node, index, value))
             if node in self._normalised:
                 detail = f"the probabilities pass through {node.target} before they meet V"
                 raise DeclineSite(DeclineReason.NOT_ATTENTION, detail)
@@ -148,6 +157,15 @@ class Elements:
             if node in self._contractions:
                 self.setback = self.setback or refusal
         return self.load(node, index)
+
+    def _number(self, node: fx.Node) -> E.Expr:
+        """A constant that the trace made of a Python number, as in `mask[:, :7] = True`."""
+        tensor = node.meta["val"]
+        value = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+        if value is None:
+            raise DeclineSite(DeclineReason.UNSUPPORTED_OP, f"{node.target} in a score or mask")
+        with unset_fake_temporarily():
+            return constant(value.item(), tensor.dtype)
 
     def operand(self, arg: Any, index: Index) -> E.Expr:
         """A pointwise operand at `index` of the result: a broadcast tensor or a scalar."""
@@ -190,12 +208,14 @@ class Elements:
         args = tuple(self.space.to_expr(i) for i in named)
         return E.load(ATOM_BASE + self.atoms.index(entry), args, Kind.FLOAT)
 
-    def has_atoms(self, e: E.Expr) -> bool:
-        return any(n.op == "load" and n.value >= ATOM_BASE for n in E.walk(e))
-
     def reads_product(self, node: fx.Node) -> bool:
         """Is a node computed from a contraction that may be Q @ K^T?"""
         return self.contract is not None and node in self._contractions
+
+    def is_computed_from(self, slot: int, contraction: fx.Node | None) -> bool:
+        """Is the tensor in an aux slot computed from this contraction?"""
+        node = self._tensors[self.aux[slot]]
+        return contraction in self._contractions.get(node, ())
 
     def atom_of(self, e: E.Expr) -> Atom | None:
         return self.atoms[e.value - ATOM_BASE] if e.op == "load" and e.value >= ATOM_BASE else None
@@ -204,14 +224,26 @@ class Elements:
         """Data that varies with q_idx and kv_idx is expanded to its leaves; any other computed data is one load."""
         if "aux" not in e.free or "score" in e.free or {"q_idx", "kv_idx"} <= e.free or _is_bare_load(e):
             return e
-        if self.has_atoms(e) or self.source_of(node) is None:
+        if has_atoms(e) or self.source_of(node) is None:
             return e
         if node in self._contractions or boolean_selection(e) is not e or e.op == "where" and _selects_constants(e):
             return e
         free = {s for i in index for s in i.free_symbols}
         needed = {s for s in free if str(s) in e.free or s not in self.space.ranges.sizes}
         fixed = tuple(i if i.free_symbols <= needed else i.subs(dict.fromkeys(free - needed, 0)) for i in index)
-        return self.load(node, fixed, batched="b" in e.free)
+        loaded = self.load(node, fixed, batched="b" in e.free)
+        self.collapsed[loaded] = node, fixed
+        return loaded
+
+    def _untangled(self, node: fx.Node, index: Index, e: E.Expr) -> E.Expr:
+        """A computed bias that a reshape shifts, as Transformer-XL does, is read after the shift.
+
+        Before it, an element has subscripts in which a division mixes q_idx with kv_idx.
+        """
+        if node not in self._contractions or "score" in e.free or self.source_of(node) is None:
+            return e
+        divisions = (n for n in E.walk(e) if n.op in ("floordiv", "mod"))
+        return self.load(node, index) if any({"q_idx", "kv_idx"} <= n.free for n in divisions) else e
 
     def load(self, node: fx.Node, index: Index, batched: bool = True) -> E.Expr:
         """Element of a captured tensor, in an aux slot.
@@ -249,6 +281,7 @@ class Elements:
         entry = AuxTensor(source, tuple(steps), tensor.dtype, len(indices), finite)
         if entry not in self.aux:
             self.aux.append(entry)
+        self._tensors.setdefault(entry, node)
         return E.load(self.aux.index(entry), tuple(indices), kind_of(tensor.dtype))
 
     def _is_batch_of_one(self, tensor: torch.Tensor) -> bool:
@@ -268,7 +301,12 @@ class Elements:
         return size == space.batch * space.heads and sympy.expand(space.b * space.heads + space.h) == e
 
 
-def _contractions_above(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+def has_atoms(e: E.Expr) -> bool:
+    """Is a value of a softmax or of a reduction in `e`?"""
+    return any(n.op == "load" and n.value >= ATOM_BASE for n in E.walk(e))
+
+
+def contractions_above(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     """The contractions that a node is computed from, for nodes that have any."""
     result: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
@@ -284,7 +322,7 @@ def _is_random_output(node: fx.Node) -> bool:
     return node.target is operator.getitem and node.args[0].target in RANDOM_OPS
 
 
-def _normalised(graph: fx.Graph, contractions: dict[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
+def normalised(graph: fx.Graph, contractions: dict[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
     """Nodes computed from a (possibly hand-written) softmax: parts of P, which must be understood, never data."""
     result: set[fx.Node] = set()
     for node in graph.nodes:

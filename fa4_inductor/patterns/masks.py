@@ -38,6 +38,7 @@ class Form(enum.Enum):
 
     SHIFTED = "softmax"  # or exp and sum with the row's maximum subtracted: any finite logits will do
     BARE = "exp(s) / sum(exp(s))"  # a row of finite fills is 0 / 0
+    MASKED = "m * exp(s) / sum(m * exp(s))"  # the same, also less a maximum, which may be that of a dropped key
     LOG = "exp(s - logsumexp(s))"  # in a row of finite fills the sum is lost, and each key gets 1
     KEYS_SHIFT_SINK = "softmax with a sink, less the maximum of the keys"  # a row of -inf is NaN
 
@@ -105,10 +106,11 @@ def split(
         raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "not a number in a mask")  # 0 * -inf
     limit = ABSORBING_HALF if dtypes[0] is torch.float16 else ABSORBING
     limits = _Range(limit, min(torch.finfo(d).min for d in dtypes))
-    if form is Form.BARE:
+    bare = form in (Form.BARE, Form.MASKED)
+    if bare:
         limits = _Range(BARE_ZERO, math.inf)  # all fills are as good as -inf
     peeled = _peel(logits, limits)
-    masks = peeled.masks if form is not Form.BARE else tuple(Mask(m.keep, -math.inf) for m in peeled.masks)
+    masks = peeled.masks if not bare else tuple(Mask(m.keep, -math.inf) for m in peeled.masks)
     _check_form(form, peeled.value, masks)
     infinite = [m for m in masks if m.fill == -math.inf]
     finite = [m for m in masks if m.fill != -math.inf]
@@ -143,6 +145,7 @@ def _check_form(form: Form, value: E.Expr, masks: tuple[Mask, ...]) -> None:
     unsafe = {
         Form.SHIFTED: False,
         Form.BARE: loads or low,
+        Form.MASKED: loads or low,
         Form.LOG: loads or low or any(m.fill != -math.inf for m in masks),
         Form.KEYS_SHIFT_SINK: loads or any(m.fill == -math.inf for m in masks),
     }
@@ -200,7 +203,7 @@ def _peel_choice(e: E.Expr, limits: _Range) -> _Peeled:
 def _peel_add(e: E.Expr, limits: _Range) -> _Peeled:
     left, right = (_peel(a, limits) for a in e.args)
     if not left.masks and not right.masks:
-        return _Peeled(e)
+        return _Peeled(left.value + right.value)
     sums = [a.fill + b.fill for a in left.masks for b in right.masks if a.fill != -math.inf != b.fill]
     if any(total >= limits.lowest for total in sums):
         return _Peeled(e)  # two fills at once give a third level: leave it to the expression

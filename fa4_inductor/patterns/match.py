@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from fa4_inductor.errors import Declined
-from fa4_inductor.spec import AttentionSpec
+from fa4_inductor.spec import AttentionSpec, AuxSpec
+from fa4_inductor.spec.expr import Expr
 
 ViewStep = tuple[Any, ...]
 """("permute", dims) | ("unsqueeze", dim) | ("squeeze", dim) | ("select", dim, index) | ("narrow", dim, start, length) |
@@ -32,6 +33,20 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class Epilogue:
+    """What the graph does to the (B, Hq, Sq, Dv) result before `output_view`: `value` over an element of it, which is
+    called `score`, over `b`, `h` and `q_idx`. It is linear in `score`.
+
+    `aux` and `sizes` are those of `value`, as in `AttentionMatch`.
+    """
+
+    value: Expr
+    aux: tuple[Operand, ...]
+    specs: tuple[AuxSpec, ...]
+    sizes: tuple[fx.Node | int, ...]
+
+
+@dataclass(frozen=True)
 class AttentionMatch:
     """One site proven to be `spec`.
 
@@ -45,6 +60,8 @@ class AttentionMatch:
         out_dtype: dtype of `output`; differs from q's when the graph casts around the site.
         lse: the node of the log-sum-exp of the rows (B, Hq, Sq), where it is used: natural log times `lse_scale`.
         location: "file.py:123" of the user's innermost frame, or "".
+        epilogue: None when the result is used as it is.
+        terms: how many matches in a row have this output, which is the sum of their results (1: this one alone).
     """
 
     spec: AttentionSpec
@@ -59,6 +76,8 @@ class AttentionMatch:
     location: str = ""
     lse: fx.Node | None = None
     lse_scale: float = 1.0
+    epilogue: Epilogue | None = None
+    terms: int = 1
 
 
 Site = AttentionMatch | Declined

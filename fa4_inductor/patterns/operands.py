@@ -18,8 +18,8 @@ from torch import fx
 
 from fa4_inductor.capture.fx_view import shape_exprs
 from fa4_inductor.errors import DeclineReason, DeclineSite
-from fa4_inductor.patterns.elements import MUTATED, Elements, Source
-from fa4_inductor.patterns.indices import FloorDiv, Index, Ranges, Rem
+from fa4_inductor.patterns.elements import MUTATED, Elements, Source, has_atoms
+from fa4_inductor.patterns.indices import FloorDiv, Index, Ranges, Rem, exact_quotient
 from fa4_inductor.patterns.rules_views import COPIES, VIEW_RULES, broadcast
 from fa4_inductor.spec import expr as E
 
@@ -168,7 +168,7 @@ def _through_factor(ev: Elements, at: _Stop, feature: sympy.Expr) -> _Stop | Non
 def _is_costly(ev: Elements, factor: E.Expr) -> bool:
     """Is a factor better left where it is: computed from scores, or read from a tensor for each row (a norm)?"""
     per_row = "aux" in factor.free and bool({"q_idx", "kv_idx"} & factor.free)
-    return per_row or "score" in factor.free or ev.has_atoms(factor)
+    return per_row or "score" in factor.free or has_atoms(factor)
 
 
 def _view_of(
@@ -196,7 +196,7 @@ def _view_of(
         if taken is None:
             return None
         pieces, found = taken
-        steps.extend((name, dim, *rest) for name, *rest in pieces)
+        steps.extend((name, dim + ahead, *rest) for name, ahead, *rest in pieces)
         order[:0] = found
     missing = [i for i in range(4) if i not in order]
     expanded = [i for i in missing if roles[i].size != 1 and not roles[i].optional]
@@ -242,9 +242,9 @@ def _head_of(ev: Elements, index: Index) -> tuple[sympy.Expr, sympy.Expr]:
 def _match_dim(
     e: sympy.Expr, size: sympy.Expr, roles: list[Role], used: set[int]
 ) -> tuple[list[tuple[Any, ...]], list[int]] | None:
-    """How one dimension is cut into roles: (steps without their dim, roles in order), or None."""
+    """How one dimension is cut into roles: (steps with their dim counted from this one, roles in order), or None."""
     if e.is_Integer:
-        return ([("select", int(e))], []) if e >= 0 else None
+        return ([("select", 0, int(e))], []) if e >= 0 else None
     free = [i for i in range(4) if i not in used and not roles[i].subscript.is_Integer]
     for count in (1, 2, 3):
         for chosen in itertools.permutations(free, count):
@@ -252,20 +252,27 @@ def _match_dim(
             for i in chosen:
                 merged = merged * roles[i].size + roles[i].subscript
                 total = total * roles[i].size
-            offset = sympy.expand(e - merged)
-            if not offset.is_Integer or offset < 0:
-                continue
-            steps: list[tuple[Any, ...]] = []
-            if total != size:
-                if not _fits(total, offset, size):
-                    continue
-                steps.append(("narrow", int(offset), total))
-            elif offset != 0:
-                continue
-            if count > 1:
-                steps.append(("unflatten", tuple(roles[i].size for i in chosen)))
-            return steps, list(chosen)
+            cut = _cut(e, merged, total, size)
+            if cut is not None:
+                whole = [("unflatten", 0, tuple(roles[i].size for i in chosen))] if count > 1 else []
+                return [*cut, *whole], list(chosen)
     return None
+
+
+def _cut(e: sympy.Expr, merged: sympy.Expr, total: sympy.Expr, size: sympy.Expr) -> list[tuple[Any, ...]] | None:
+    """Steps that leave the `total` elements at `e` = merged + offset or stride * merged + offset."""
+    offset = sympy.expand(e - merged)
+    if offset.is_Integer and offset >= 0:
+        if total == size:
+            return [] if offset == 0 else None
+        return [("narrow", 0, int(offset), total)] if _fits(total, offset, size) else None
+    stride = exact_quotient(size, total)
+    if stride is None or stride == 1:
+        return None
+    offset = sympy.expand(e - stride * merged)
+    if not (offset.is_Integer and stride.is_Integer and 0 <= offset < stride):
+        return None
+    return [("unflatten", 0, (total, stride)), ("select", 1, int(offset))]
 
 
 def _fits(total: sympy.Expr, offset: sympy.Expr, size: sympy.Expr) -> bool:

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import sympy
 import torch
 from torch import fx
 
 from fa4_inductor.errors import DeclineReason, DeclineSite
-from fa4_inductor.patterns.elements import Atom, Elements
+from fa4_inductor.patterns.elements import Atom, Elements, has_atoms
 from fa4_inductor.patterns.masks import Form
 from fa4_inductor.patterns.rules_tensors import reduced_dim
 from fa4_inductor.patterns.rules_views import dimension, shape
+from fa4_inductor.patterns.terms import is_zero, mask_of
 from fa4_inductor.spec import expr as E
 from fa4_inductor.spec.ops import Kind
+
+FLOAT32_EPSILON = 2.0**-24
+"""In float32 and narrower, a number of at least 1 does not change when this is added."""
 
 
 @dataclass(frozen=True)
 class Distribution:
     """Logits of the keys, and of the sink column if there is one; `dtype` is the type the softmax reads them in.
 
-    `form` is how they are normalised. `zeroed` is true where a probability is set to 0 after the softmax; None if none
-    is.
+    `form` is how they are normalised.
     """
 
     logits: E.Expr
     sink: E.Expr | None
     dtype: torch.dtype
     form: Form
-    zeroed: E.Expr | None = None
 
 
 def distribution(ev: Elements, p: E.Expr) -> Distribution | None:
@@ -40,38 +42,21 @@ def distribution(ev: Elements, p: E.Expr) -> Distribution | None:
         DeclineSite: NOT_ATTENTION if p is a softmax over the keys with something done to it, or the refusal of an
             element in its logits.
     """
-    p, zeroed = _zeroed(_unscaled(p))
     atom = ev.atom_of(p)
     if atom is not None and atom.kind == "softmax":
         found = _of_softmax(ev, atom.node, atom.index)
     else:
         found = _hand_written(ev, p)
     if found is None:
-        if any(_over_keys(ev, n) for n in E.walk(p)) or ("score" in p.free and ev.has_atoms(p)):
+        if any(_over_keys(ev, n) for n in E.walk(p)) or ("score" in p.free and has_atoms(p)):
             raise DeclineSite(DeclineReason.NOT_ATTENTION, "the probabilities are changed before they meet V")
         return None
-    return replace(_without_row_constants(ev, found), zeroed=zeroed)
-
-
-def _zeroed(p: E.Expr) -> tuple[E.Expr, E.Expr | None]:
-    """x and c of where(c, 0, x), in which c knows nothing of the scores."""
-    if p.op == "where" and "score" not in p.args[0].free:
-        for value, other, condition in ((p.args[1], p.args[2], p.args[0]), (p.args[2], p.args[1], ~p.args[0])):
-            if value.is_const and value.value == 0:
-                return _unscaled(other), condition
-    return p, None
-
-
-def _unscaled(p: E.Expr) -> E.Expr:
-    """p * 1 and casts."""
-    while p.op == "to_float" or p.op in ("mul", "div") and p.args[1].is_const and p.args[1].value == 1:
-        p = p.args[0]
-    return p
+    return _without_row_constants(ev, found)
 
 
 def _over_keys(ev: Elements, e: E.Expr) -> bool:
     atom = ev.atom_of(e)
-    if atom is None or atom.kind != "softmax":
+    if atom is None or atom.kind not in ("softmax", "log_softmax"):
         return False
     at = atom.index[dimension(atom.node)]
     return at == ev.space.kv or (not at.is_Integer and ev.space.kv in at.free_symbols)
@@ -100,28 +85,89 @@ def _of_softmax(ev: Elements, node: fx.Node, index: tuple[sympy.Expr, ...]) -> D
 
 
 def _hand_written(ev: Elements, p: E.Expr) -> Distribution | None:
-    """exp(y) / sum(exp(y)), exp(y) / (c + sum(exp(y))), and exp(y - logsumexp(y)) in its expanded form."""
-    if p.op == "div" and p.args[0].op == "exp":
-        for total, extra in _as_sum(p.args[1]):
-            atom = ev.atom_of(total)
-            if atom is not None and atom.kind == "sum" and atom.body is p.args[0]:
-                sink = None if extra is None else _logit_of(extra)
-                if extra is None or sink is not None:
-                    return Distribution(p.args[0].args[0], sink, atom.node.meta["val"].dtype, Form.BARE)
+    """e / sum(e), e / (c + sum(e)) with e = exp(y), and exp(y - logsumexp(y)) in its expanded form."""
+    for weight, normaliser in _quotients(p):
+        logits = _logit_of_weight(weight)
+        for total, extra in _as_sum(normaliser) if logits is not None else ():
+            atom = ev.atom_of(_without_floor(ev, total, weight))
+            if logits is None or atom is None or atom.kind != "sum" or atom.body is not weight:
+                continue
+            dtype = atom.node.meta["val"].dtype
+            form = Form.BARE if weight.op in ("exp", "exp2") else Form.MASKED
+            if extra is None or _is_lost(ev, extra, weight, dtype):
+                return Distribution(logits, None, dtype, form)
+            sink = _logit_of(ev, extra)
+            if sink is not None:
+                return Distribution(logits, sink, dtype, form)
     if p.op == "exp" and p.args[0].op == "sub" and (found := _log_sum_exp(ev, p.args[0])) is not None:
         y, dtype = found
         return Distribution(y, None, dtype, Form.LOG)
     return None
 
 
+def _is_lost(ev: Elements, extra: E.Expr, weight: E.Expr, dtype: torch.dtype) -> bool:
+    """Is a term of the normaliser so small that adding it changes no bit?"""
+    small = extra.is_const and 0 <= extra.value <= FLOAT32_EPSILON
+    return small and dtype is not torch.float64 and _reaches_one(ev, weight)
+
+
+def _quotients(p: E.Expr) -> list[tuple[E.Expr, E.Expr]]:
+    """(a, b) of a / b, and of a * (1 / b)."""
+    if p.op == "div":
+        return [(p.args[0], p.args[1])]
+    inverses = [(a, _without_ones(b)) for a, b in (p.args, p.args[::-1])] if p.op == "mul" else []
+    return [(a, b.args[1]) for a, b in inverses if b.op == "div" and b.args[0].is_const and b.args[0].value == 1]
+
+
+def _without_ones(e: E.Expr) -> E.Expr:
+    """torch computes 1.0 / x as reciprocal(x) * 1.0."""
+    while e.op == "mul" and e.args[1].is_const and e.args[1].value == 1:
+        e = e.args[0]
+    return e
+
+
+def _logit_of_weight(e: E.Expr) -> E.Expr | None:
+    """y with exp(y) = e; a weight that a mask sets to zero has the logit -inf."""
+    if e.op == "exp":
+        return e.args[0]
+    if e.op == "exp2":
+        return E.call("mul", e.args[0], math.log(2.0))
+    masked = [(m, x) for x, f in (e.args, e.args[::-1]) if (m := mask_of(f)) is not None] if e.op == "mul" else []
+    if e.op == "where" and "score" not in e.args[0].free:
+        masked = [(c, x) for c, x, z in ((e.args[0], *e.args[1:]), (~e.args[0], *e.args[:0:-1])) if is_zero(z)]
+    for keep, inner in masked:
+        y = _logit_of_weight(inner)
+        return None if y is None else E.call("where", keep, y, -math.inf)
+    return None
+
+
+def _without_floor(ev: Elements, total: E.Expr, weight: E.Expr) -> E.Expr:
+    """max(total, c) is total where the total is at least 1 and c is less."""
+    if total.op == "maximum" and _reaches_one(ev, weight):
+        for x, c in (total.args, total.args[::-1]):
+            if c.is_const and c.value <= 1:
+                return x
+    return total
+
+
+def _reaches_one(ev: Elements, weight: E.Expr) -> bool:
+    """Is the weight exp(y - max(y)), whose largest value in a row is 1?"""
+    shifted = weight.args[0] if weight.op in ("exp", "exp2") else weight
+    top = ev.atom_of(shifted.args[1]) if shifted.op == "sub" else None
+    return top is not None and top.kind == "max" and top.body is shifted.args[0]
+
+
 def _as_sum(e: E.Expr) -> list[tuple[E.Expr, E.Expr | None]]:
     return [(e, None)] if e.op != "add" else [(e.args[0], e.args[1]), (e.args[1], e.args[0])]
 
 
-def _logit_of(e: E.Expr) -> E.Expr | None:
+def _logit_of(ev: Elements, e: E.Expr) -> E.Expr | None:
     """z with exp(z) = e, for a term of the normaliser that does not depend on the key."""
     if {"kv_idx", "score"} & e.free:
         return None
+    if e in ev.collapsed:  # a computed tensor that became one load
+        node, index = ev.collapsed[e]
+        return ev.operand(node.args[0], index) if node.target is torch.ops.aten.exp.default else None
     if e.op == "exp":
         return e.args[0]
     return E.const(math.log(e.value)) if e.is_const and e.value > 0 else None
@@ -148,7 +194,7 @@ def sink_of_gate(ev: Elements, gate: E.Expr, logits: E.Expr) -> E.Expr | None:
     if gate.op != "sigmoid" or gate.args[0].op != "sub":
         return None
     lse, sink = gate.args[0].args
-    if {"kv_idx", "score"} & sink.free or ev.has_atoms(sink):
+    if {"kv_idx", "score"} & sink.free or has_atoms(sink):
         return None
     return sink if _log_sum_exp(ev, logits - lse) is not None else None
 
@@ -162,7 +208,7 @@ def _without_row_constants(ev: Elements, found: Distribution) -> Distribution:
         if [m for m, _ in same] != [m for m, _ in dropped]:
             raise DeclineSite(DeclineReason.NOT_ATTENTION, "the sink is shifted differently from the scores")
     for e in (logits, sink):
-        if e is not None and ev.has_atoms(e):
+        if e is not None and has_atoms(e):
             raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "a reduction over the scores inside the scores")
     form = found.form
     if dropped and form is not Form.LOG:
@@ -180,7 +226,7 @@ def _form_of_shift(ev: Elements, dropped: list[tuple[Atom, E.Expr]], form: Form,
     for maximum, shifted in dropped:
         if maximum.body is not shifted and (maximum.body is None or not _surely_finite(maximum.body)):
             raise DeclineSite(DeclineReason.NOT_ATTENTION, "the maximum of something else is subtracted")
-    if not own:
+    if not own or form is Form.MASKED:
         return form
     if sink is None or any(shape(m.node.args[0])[reduced_dim(m.node)] != ev.space.seqlen_k for m in own):
         return Form.SHIFTED
@@ -205,6 +251,9 @@ def _drop(ev: Elements, e: E.Expr, *, scaled: bool = False) -> tuple[E.Expr, lis
     `scaled`: in (x - max) * c with c > 0, too.
     """
     dropped: list[tuple[E.Expr, E.Expr]] = []
+    if e.op == "where" and e.args[2].is_const and e.args[2].value == -math.inf:
+        inner, dropped = _drop(ev, e.args[1], scaled=scaled)
+        return E.call("where", e.args[0], inner, e.args[2]), dropped
     if scaled and e.op in ("mul", "div"):
         x, c = e.args if e.args[1].is_const or e.op == "div" else e.args[::-1]
         if E.is_finite_const(c) and c.value > 0:

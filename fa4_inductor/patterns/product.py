@@ -10,16 +10,16 @@ import sympy
 import torch
 from torch import fx
 
-from fa4_inductor.capture.fx_view import shape_exprs
 from fa4_inductor.capture.shadow import Shadow
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.patterns import masks
-from fa4_inductor.patterns.elements import AuxTensor, Elements, Source
+from fa4_inductor.patterns.elements import CONTRACTION_OPS, AuxTensor, Elements, Source
 from fa4_inductor.patterns.indices import FloorDiv, Index, Ranges, variable
 from fa4_inductor.patterns.operands import BoundOperand, Steps, bind
 from fa4_inductor.patterns.probabilities import Distribution, distribution, sink_of_gate
 from fa4_inductor.patterns.rules_views import VIEW_RULES, broadcast, shape
 from fa4_inductor.patterns.space import ZERO, Space
+from fa4_inductor.patterns.terms import RESULT, Term, Zeroing, terms_of
 from fa4_inductor.spec import AttentionSpec, AuxSpec, EmptyRow
 from fa4_inductor.spec import expr as E
 from fa4_inductor.spec.ops import Kind
@@ -27,6 +27,7 @@ from fa4_inductor.spec.simplify import simplify
 
 aten = torch.ops.aten
 SourceOf = Callable[[fx.Node], Source | None]
+CHANGED = "the probabilities are changed before they meet V"
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,33 @@ class Found:
     output_view: Steps
     scores: fx.Node | None
     """The shadow node of Q @ K^T; values computed from it must not be used elsewhere."""
+    epilogue: E.Expr = RESULT
 
 
 @dataclass(frozen=True)
 class Core:
-    """The contraction `lhs[n, m, k] * rhs[n, k, p]` below an output, and where an output element lies in it."""
+    """The contraction of P with V below an output, and where an output element lies in it.
+
+    It is `p[n, q, k] * v[n, k, d]`, or, if `transposed`, `v[n, d, k] * p[n, k, q]`. The lead n is missing in 2-D.
+    """
 
     node: fx.Node
-    lhs: fx.Node
-    rhs: fx.Node
+    p: fx.Node
+    v: fx.Node
+    transposed: bool
     batch: sympy.Expr
-    index: Index  # (n, m, p) as functions of the output's index variables
+    index: Index  # (n, q, d) as functions of the output's index variables
     variables: tuple[sympy.Expr, ...]
     output_shape: tuple[sympy.Expr, ...]
+
+    def at(self, lead: Index, row: sympy.Expr, column: sympy.Expr) -> Index:
+        """Index into `p` or `v` as they stand."""
+        return (*lead, column, row) if self.transposed else (*lead, row, column)
+
+    def sizes(self, node: fx.Node) -> tuple[sympy.Expr, sympy.Expr]:
+        """Rows and columns of `p` or `v`."""
+        rows, columns = shape(node)[-2:]
+        return (columns, rows) if self.transposed else (rows, columns)
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -62,38 +77,41 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return node.args[first], node.args[first + 1]
 
 
-def core_of(output: fx.Node) -> Core | None:
-    """The contraction that an output is a view of, or None."""
+def cores_of(output: fx.Node) -> list[Core]:
+    """The contraction that an output is a view of, if any, with either operand as P."""
     output_shape = shape(output)
     ranges = Ranges()
     variables = tuple(ZERO if n == 1 else ranges.declare(f"o{i}", n) for i, n in enumerate(output_shape))
     node, index = output, variables
     while node.target not in (aten.bmm.default, aten.mm.default):
         if node.op != "call_function":
-            return None
+            return []
         if node.target in VIEW_RULES:
             try:
                 node, index = VIEW_RULES[node.target](ranges, node, index)
             except DeclineSite:
-                return None
+                return []
         elif node.target is aten._to_copy.default:
             node = node.args[0]
         else:
-            return None
+            return []
     lhs, rhs = operands_of(node)
-    if node.target is aten.mm.default:
-        return Core(node, lhs, rhs, sympy.Integer(1), (ZERO, *index), variables, output_shape)
-    return Core(node, lhs, rhs, shape(node)[0], index, variables, output_shape)
+    n, m, p = (ZERO, *index) if node.target is aten.mm.default else index
+    batch = sympy.Integer(1) if node.target is aten.mm.default else shape(node)[0]
+    return [
+        Core(node, lhs, rhs, False, batch, (n, m, p), variables, output_shape),
+        Core(node, rhs, lhs, True, batch, (n, p, m), variables, output_shape),
+    ]
 
 
-def gated_core_of(output: fx.Node) -> tuple[Core, fx.Node] | None:
-    """The contraction below a product of tensors, and the other factor."""
+def gated_cores_of(output: fx.Node) -> tuple[list[Core], fx.Node] | None:
+    """The contraction below a product of tensors, as `cores_of`, and the other factor."""
     factors = output.args[:2]
     if output.target is aten.mul.Tensor and all(map(_is_tensor, factors)):
         for value, gate in (factors, factors[::-1]):
-            core = core_of(value) if shape(value) == shape(output) else None
-            if core is not None:
-                return core, gate
+            cores = cores_of(value) if shape(value) == shape(output) else []
+            if cores:
+                return cores, gate
     return None
 
 
@@ -111,7 +129,7 @@ def head_counts(core: Core) -> list[sympy.Expr]:
         if coefficient != 1 and term != 0:
             counts[coefficient] = None
     n = variable("n")
-    for operand in (core.rhs, core.lhs):
+    for operand in (core.v, core.p):
         ranges = Ranges({n: core.batch})
         node, index = operand, (n, *(variable(f"x{i}") for i in range(2)))
         ranges.sizes.update(zip(index[1:], shape(operand)[1:]))
@@ -133,16 +151,39 @@ def head_counts(core: Core) -> list[sympy.Expr]:
     return [*usable, sympy.Integer(1)]
 
 
+def read_product(
+    shadow: Shadow, core: Core, heads: sympy.Expr, source_of: SourceOf, gate: fx.Node | None = None
+) -> tuple[Found, ...] | None:
+    """One attention for each softmax in P, to be added up; None if the contraction has no softmax over its keys.
+
+    Raises:
+        DeclineSite: it has one, and something else stands in the way.
+    """
+    first = ProductSite(shadow, core, heads, source_of, gate)
+    count = len(first.terms)
+    if count == 1:
+        found = first.match(0)
+        return None if found is None else (found,)
+    sites = [first, *(ProductSite(shadow, core, heads, source_of, gate) for _ in range(count - 1))]
+    matches = [site.match(i) for i, site in enumerate(sites)]
+    if None in matches:
+        raise DeclineSite(DeclineReason.NOT_ATTENTION, CHANGED)
+    return tuple(m for m in matches if m is not None)
+
+
 class ProductSite:
-    """One attempt to read a contraction, or its product with a gate, as P @ V with a given number of heads."""
+    """One attempt to read a contraction, or its product with a gate, as P @ V with a given number of heads.
+
+    Attributes:
+        terms: what P is a sum of.
+    """
 
     def __init__(
-        self, shadow: Shadow, core: Core, heads: sympy.Expr, source_of: SourceOf, gate: fx.Node | None = None
+        self, shadow: Shadow, core: Core, heads: sympy.Expr, source_of: SourceOf, gate: fx.Node | None
     ) -> None:
         self.core, self.gate = core, gate
         batch = sympy.cancel(core.batch / heads)
-        seqlen_q, seqlen_k = shape(core.lhs)[-2:]
-        self.space = Space(batch, heads, seqlen_q, seqlen_k)
+        self.space = Space(batch, heads, *core.sizes(core.p))
         self.ev = Elements(shadow, self.space, source_of, self._contract)
         self.n = sympy.expand(self.space.b * heads + self.space.h)
         self.q: BoundOperand | None = None
@@ -150,19 +191,20 @@ class ProductSite:
         self.scores: fx.Node | None = None
         self.scores_at: Index = ()
         self.refusal: DeclineSite | None = None
+        self.candidates = _contractions_in_value(core.p)
+        self.terms = terms_of(self.ev.value(core.p, core.at(self._lead(core.p), self.space.q, self.space.kv)))
 
     def _lead(self, node: fx.Node) -> Index:
         return (self.n,) if len(shape(node)) == 3 else ()
 
-    def match(self) -> Found | None:
-        """None if the contraction has no softmax over its contracted index.
+    def match(self, which: int) -> Found | None:
+        """The attention of one term; None if the term is no softmax over the contracted index.
 
         Raises:
-            DeclineSite: it has one, and something else stands in the way.
+            DeclineSite: it is one, and something else stands in the way.
         """
-        core, space = self.core, self.space
-        p = self.ev.value(core.lhs, (*self._lead(core.lhs), space.q, space.kv))
-        found = distribution(self.ev, p)
+        core, space, term = self.core, self.space, self.terms[which]
+        found = distribution(self.ev, term.p)
         if found is None:
             return None
         if self.q is None or self.k is None or "score" not in found.logits.free:
@@ -170,16 +212,25 @@ class ProductSite:
             if refusal is None:
                 return None  # weights that are no product of two tensors: a router, a pooling
             raise refusal
-        feature = space.ranges.declare("dv", shape(core.rhs)[-1])
+        feature = space.ranges.declare("dv", core.sizes(core.v)[1])
         if self.gate is not None:
             found = self._gated(found, self.gate, feature)
-        index = (*self._lead(core.rhs), space.kv, feature)
-        v = bind(self.ev, core.rhs, index, space.kv, feature, key=True, scaled=False)
-        spec = self._spec(found)
+        index = core.at(self._lead(core.v), space.kv, feature)
+        v = bind(self.ev, core.v, index, space.kv, feature, key=True, scaled=False)
+        spec = self._spec(found, term)
+        epilogue = space.simplify(term.epilogue)
+        self._check_loads(found.logits, found.sink, epilogue)
         view = output_view(core, space)
-        return Found(spec, self.q, self.k, v, tuple(self.ev.aux), tuple(space.symbols), view, self.scores)
+        aux, symbols = tuple(self.ev.aux), tuple(space.symbols)
+        return Found(spec, self.q, self.k, v, aux, symbols, view, self.scores, epilogue)
 
-    def _spec(self, found: Distribution) -> AttentionSpec:
+    def _check_loads(self, *programs: E.Expr | None) -> None:
+        """No tensor that is computed from the scores may be read: they would have to be there as a whole."""
+        for node in E.walk(*(e for e in programs if e is not None)):
+            if node.op == "load" and self.ev.is_computed_from(node.value, self.scores):
+                raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "a value computed from whole rows of scores")
+
+    def _spec(self, found: Distribution, term: Term) -> AttentionSpec:
         assert self.scores is not None
         dtypes = (self.scores.meta["val"].dtype, found.dtype)
         parts = masks.split(
@@ -188,9 +239,10 @@ class ProductSite:
         if self.gate is not None:
             self._check_rows(found, dtypes)
         empty_row = parts.empty_row
-        if found.zeroed is not None:
-            self._check_zeroed(found.zeroed, parts)
+        if term.cleaned and empty_row is EmptyRow.NAN:
             empty_row = EmptyRow.ZERO
+        for zeroing in term.zeroed:
+            empty_row = self._zeroed(empty_row, zeroing, parts)
         aux = tuple(AuxSpec(str(a.dtype).removeprefix("torch."), a.ndim) for a in self.ev.aux)
         return AttentionSpec(
             softmax_scale=1.0,
@@ -211,7 +263,7 @@ class ProductSite:
         space = self.space
         at = broadcast((space.b, space.h, space.q, feature), shape(gate))
         sink = None if output_view(self.core, space) else sink_of_gate(self.ev, self.ev.value(gate, at), found.logits)
-        if sink is None or found.sink is not None or found.zeroed is not None:
+        if sink is None or found.sink is not None or self.terms != [Term(self.terms[0].p)]:
             raise DeclineSite(DeclineReason.NOT_ATTENTION, "a gate on the output that is no sink")
         return replace(found, sink=sink)
 
@@ -222,15 +274,21 @@ class ProductSite:
             raise DeclineSite(DeclineReason.EMPTY_ROWS, "a gated row without keys is NaN")
         self._check_finite(parts)
 
-    def _check_zeroed(self, zeroed: E.Expr, parts: masks.Logits) -> None:
-        """Zeroing exactly the dropped keys changes only rows that keep none.
+    def _zeroed(self, empty_row: EmptyRow, zeroing: Zeroing, parts: masks.Logits) -> EmptyRow:
+        """What rows without keys get after probabilities of dropped keys were set to 0; that changes no other row.
 
         Raises:
-            DeclineSite: NOT_ATTENTION for any other zeroing.
+            DeclineSite: NOT_ATTENTION when keys that are kept may be zeroed, or some of a row without keys.
         """
-        if simplify(zeroed) is not simplify(~parts.keep):
-            raise DeclineSite(DeclineReason.NOT_ATTENTION, "the probabilities are changed before they meet V")
-        self._check_finite(parts)
+        kept = {simplify(term) for term in E.conjuncts(simplify(~zeroing.condition))} - {E.TRUE}
+        dropped = {simplify(term) for term in E.conjuncts(simplify(parts.keep))}
+        if kept <= dropped:
+            if empty_row is EmptyRow.ZERO or empty_row is EmptyRow.NAN and zeroing.by_factor:
+                return empty_row
+            if kept == dropped:
+                self._check_finite(parts)
+                return EmptyRow.ZERO
+        raise DeclineSite(DeclineReason.NOT_ATTENTION, CHANGED)
 
     def _check_finite(self, parts: masks.Logits) -> None:
         """A tensor added to the scores could hold -inf for all kept keys of a row: that row is NaN, and stays so.
@@ -244,7 +302,7 @@ class ProductSite:
 
     def _contract(self, node: fx.Node, index: Index) -> E.Expr | None:
         """Q @ K^T becomes `score` times the factors of q and k; any other contraction is an opaque tensor."""
-        if self.scores not in (None, node):
+        if self.scores not in (None, node) or node not in self.candidates:
             return None
         if self.scores is node and index != self.scores_at:
             raise DeclineSite(DeclineReason.UNSUPPORTED_OP, "a score takes part in the logits of other positions")
@@ -285,13 +343,29 @@ class ProductSite:
         return result
 
 
+def _contractions_in_value(node: fx.Node) -> set[fx.Node]:
+    """Contractions that a tensor is computed from as a value, not by way of a comparison: candidates for Q @ K^T."""
+    found, seen, stack = set(), {node}, [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            value = source.meta.get("val")
+            if source in seen or isinstance(value, torch.Tensor) and not value.is_floating_point():
+                continue
+            seen.add(source)
+            if source.target in CONTRACTION_OPS:
+                found.add(source)
+            else:
+                stack.append(source)
+    return found
+
+
 def output_view(core: Core, space: Space) -> Steps:
     """Steps from (B, H, Sq, Dv) to the output.
 
     Raises:
         DeclineSite: UNSUPPORTED_LAYOUT when the output is no permutation and reshape of it.
     """
-    sizes = (space.batch, space.heads, space.seqlen_q, shape_exprs(core.rhs.meta["val"])[-1])
+    sizes = (space.batch, space.heads, space.seqlen_q, core.sizes(core.v)[1])
     ranges = Ranges({v: n for v, n in zip(core.variables, core.output_shape) if not v.is_Integer})
     n, m, p = core.index
     at = (ranges.div(n, space.heads), ranges.rem(n, space.heads), m, p)

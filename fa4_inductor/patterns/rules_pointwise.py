@@ -227,7 +227,7 @@ def _filled(value: int) -> Rule:
 
 # The same name in ATen and in the spec.
 _UNARY = (
-    "neg", "abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin", "cos", "floor",
+    "neg", "abs", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin", "cos", "floor",
     "ceil", "trunc", "round",
 )  # fmt: skip
 _BINARY = {
@@ -281,6 +281,7 @@ POINTWISE_RULES: dict[Any, Rule] = _table() | {
     aten._to_copy.default: _cast,
     aten.copy.default: lambda ev, node, index: ev.operand(node.args[1], index),
     aten.reciprocal.default: _is(lambda x: E.call("div", 1.0, x)),
+    aten.isposinf.default: _is(lambda x: E.call("eq", x, math.inf)),
     aten.isneginf.default: _is(lambda x: E.call("eq", x, -math.inf)),
     aten.isnan.default: _is(lambda x: E.call("ne", x, x)),
     aten.log1p.default: _is(lambda x: E.call("log", x + 1.0)),

@@ -34,6 +34,23 @@ def _arange(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
     return E.cast(start + ev.space.to_expr(index[0]) * step, kind_of(node.meta["val"].dtype))
 
 
+def _eye(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    return E.call("eq", *(ev.space.to_expr(i) for i in index))
+
+
+def _diagonal_scatter(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    target, source = node.args[:2]
+    offset, first, second = (argument(node, i, n, d) for i, n, d in ((2, "offset", 0), (3, "dim1", 0), (4, "dim2", 1)))
+    first, second = first % len(index), second % len(index)
+    row, column = (ev.space.to_expr(index[d]) for d in (first, second))
+    here = ev.space.simplify(E.call("eq", column, row + int(offset)))
+    along = index[first] if offset >= 0 else index[second]
+    inner = (*(e for d, e in enumerate(index) if d not in (first, second)), along)
+    if here.is_const:
+        return ev.value(source, inner) if here.value else ev.value(target, index)
+    return E.call("where", here, ev.value(source, inner), ev.value(target, index))
+
+
 def _embedding(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
     weight, rows = node.args[:2]
     row = ev.space.to_index(ev.value(rows, index[:-1]))
@@ -163,6 +180,18 @@ def _softmax(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
     return ev.atom("softmax", node, index)
 
 
+def _log_softmax(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    return ev.atom("log_softmax", node, index)
+
+
+def _exp(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
+    value = ev.operand(node.args[0], index)
+    atom = ev.atom_of(value)
+    if atom is not None and atom.kind == "log_softmax":
+        return ev.atom("softmax", atom.node, atom.index)
+    return E.call("exp", value)
+
+
 def reduced_dim(node: fx.Node) -> int:
     """The dimension that a reduction reduces. Raises `DeclineSite`: UNSUPPORTED_OP if there are several."""
     rank = len(shape(node.args[0]))
@@ -224,6 +253,9 @@ TENSOR_RULES: dict[Any, Rule] = {
     aten.arange.default: _arange,
     aten.arange.start: _arange,
     aten.arange.start_step: _arange,
+    aten.eye.default: _eye,
+    aten.eye.m: _eye,
+    aten.diagonal_scatter.default: _diagonal_scatter,
     aten.embedding.default: _embedding,
     aten.index.Tensor: _index,
     aten.gather.default: _gather,
@@ -234,6 +266,8 @@ TENSOR_RULES: dict[Any, Rule] = {
     aten.cumsum.default: _cumsum,
     aten._softmax.default: _softmax,
     aten.softmax.int: _softmax,
+    aten._log_softmax.default: _log_softmax,
+    aten.exp.default: _exp,
     aten.any.dim: _unrolled("or_"),
     aten.all.dim: _unrolled("and_"),
     aten.amax.default: _max,

@@ -7,7 +7,7 @@ Sites with the same structure (the layers of a model) are analysed once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -19,9 +19,18 @@ from fa4_inductor.capture.slice import Slice, backward_slice, has_softmax_above
 from fa4_inductor.errors import Declined, DeclineReason, DeclineSite
 from fa4_inductor.normalize import normalize
 from fa4_inductor.patterns.binding import GraphFacts, bind_match, check_escape
+from fa4_inductor.patterns.elements import contractions_above, normalised
 from fa4_inductor.patterns.flex import FlexCall, FlexSite, check_lists, one_block_lists, outputs_of
 from fa4_inductor.patterns.match import AttentionMatch, Site
-from fa4_inductor.patterns.product import Core, Found, ProductSite, SourceOf, core_of, gated_core_of, head_counts
+from fa4_inductor.patterns.product import (
+    Core,
+    Found,
+    SourceOf,
+    cores_of,
+    gated_cores_of,
+    head_counts,
+    read_product,
+)
 from fa4_inductor.patterns.sdpa import SdpaSite, read_call
 
 log = logging.getLogger(__name__)
@@ -34,14 +43,14 @@ class _Search:
     module: fx.GraphModule
     facts: GraphFacts
     shadows: dict[Hashable, Shadow] = field(default_factory=dict)
-    results: dict[Hashable, Found | DeclineSite | None] = field(default_factory=dict)
+    results: dict[Hashable, tuple[Found, ...] | DeclineSite | None] = field(default_factory=dict)
 
     def shadow(self, piece: Slice, key: Hashable) -> Shadow:
         if key not in self.shadows:
             self.shadows[key] = normalize(trace(piece))
         return self.shadows[key]
 
-    def once(self, key: Hashable, analyse: Callable[[], Found | None]) -> Found | None:
+    def once(self, key: Hashable, analyse: Callable[[], tuple[Found, ...] | None]) -> tuple[Found, ...] | None:
         """The result of `analyse` for this structure; refusals are remembered too."""
         if key not in self.results:
             try:
@@ -63,28 +72,26 @@ def find_sites(gm: fx.GraphModule) -> list[Site]:
         return [Declined(DeclineReason.INTERNAL_ERROR, f"{type(error).__name__}: {error}")]
     sites: list[Site] = []
     for node in gm.graph.nodes:
-        site = _site_at(search, node)
-        if site is not None:
-            sites.append(site)
+        sites += _sites_at(search, node)
     return sites
 
 
-def _site_at(search: _Search, node: fx.Node) -> Site | None:
+def _sites_at(search: _Search, node: fx.Node) -> Sequence[Site]:
     matcher = _matcher_for(node)
     if matcher is None:
-        return None
+        return ()
     try:
-        return matcher(search, node)
+        return matcher(search, node) or ()
     except DeclineSite as refusal:
-        return refusal.at(location(node))
+        return [refusal.at(location(node))]
     except Exception as error:
         if type(error).__name__ == "TensorifyScalarRestartAnalysis":
             raise
         log.warning("matching %s failed; it is left as it is", node.name, exc_info=True)
-        return Declined(DeclineReason.INTERNAL_ERROR, f"{type(error).__name__}: {error}", location(node))
+        return [Declined(DeclineReason.INTERNAL_ERROR, f"{type(error).__name__}: {error}", location(node))]
 
 
-def _matcher_for(node: fx.Node) -> Callable[[_Search, fx.Node], AttentionMatch | None] | None:
+def _matcher_for(node: fx.Node) -> Callable[[_Search, fx.Node], list[AttentionMatch] | None] | None:
     if node.op not in ("call_function", "call_method"):
         return None
     name = target_name(node)
@@ -95,7 +102,7 @@ def _matcher_for(node: fx.Node) -> Callable[[_Search, fx.Node], AttentionMatch |
     return _match_sdpa if name in ops.SDPA else None
 
 
-def _match_flex(search: _Search, node: fx.Node) -> AttentionMatch | None:
+def _match_flex(search: _Search, node: fx.Node) -> list[AttentionMatch] | None:
     output, lse = outputs_of(node, search.facts.live)
     if output is None:
         return None
@@ -107,17 +114,17 @@ def _match_flex(search: _Search, node: fx.Node) -> AttentionMatch | None:
         search.once(("block lists", *call.lists, *call.mask_buffers), lambda: check_lists(call, index))
     key = ("flex", piece.key(), call.structure(), lists.key() if lists is not None else None)
 
-    def read() -> Found:
+    def read() -> tuple[Found, ...]:
         shadow = search.shadow(piece, key)
-        return FlexSite(call, piece, shadow, source_of(shadow, -1), lists).match()
+        return (FlexSite(call, piece, shadow, source_of(shadow, -1), lists).match(),)
 
     found = search.once(key, read)
     assert found is not None
-    match = bind_match(found, search.facts, output, (*piece.nodes, *call.buffers))
-    return match if lse is None else replace(match, lse=lse, lse_scale=call.lse_scale)
+    match = bind_match(found[0], search.facts, output, (*piece.nodes, *call.buffers))
+    return [match if lse is None else replace(match, lse=lse, lse_scale=call.lse_scale)]
 
 
-def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:
+def _match_sdpa(search: _Search, node: fx.Node) -> list[AttentionMatch]:
     call = read_call(node)
     _check_not_empty(node, call.query, call.key, call.value)
     piece = backward_slice(call.tensors, node, search.facts.index)
@@ -125,36 +132,41 @@ def _match_sdpa(search: _Search, node: fx.Node) -> AttentionMatch:
     settings = (call.is_causal, call.scale, call.enable_gqa, call.dtype, call.attn_mask is None, call.output_shape)
     key = ("sdpa", settings, piece.key())
 
-    def read() -> Found:
+    def read() -> tuple[Found, ...]:
         shadow = search.shadow(piece, key)
         nodes = {n: _value(shadow, position[n]) for n in call.tensors}
-        return SdpaSite(call, shadow, nodes, source_of(shadow, -1)).match()
+        return (SdpaSite(call, shadow, nodes, source_of(shadow, -1)).match(),)
 
     found = search.once(key, read)
     assert found is not None
-    return bind_match(found, search.facts, node, piece.nodes)
+    return [bind_match(found[0], search.facts, node, piece.nodes)]
 
 
-def _match_product(search: _Search, node: fx.Node) -> AttentionMatch | None:
+def _match_product(search: _Search, node: fx.Node) -> list[AttentionMatch] | None:
     _check_not_empty(node, *node.all_input_nodes)
     piece = backward_slice([node], node, search.facts.index)
     key = piece.key()
-    found = search.once(key, lambda: _read_product(search.shadow(piece, key), len(piece.nodes) - 1))
-    if found is None:
+    terms = search.once(key, lambda: _read_product(search.shadow(piece, key), len(piece.nodes) - 1))
+    if terms is None:
         return None
-    assert found.scores is not None
     shadow = search.shadow(piece, key)
     try:
-        check_escape(piece, shadow, found.scores, node, search.facts)
+        _check_escapes(search, piece, shadow, terms, node)
     except DeclineSite:
         gated = _match_gated(search, node)
         if gated is None:
             raise
         return gated
-    return bind_match(found, search.facts, node, piece.nodes)
+    return [bind_match(found, search.facts, node, piece.nodes, len(terms)) for found in terms]
 
 
-def _match_gated(search: _Search, product: fx.Node) -> AttentionMatch | None:
+def _check_escapes(search: _Search, piece: Slice, shadow: Shadow, terms: tuple[Found, ...], node: fx.Node) -> None:
+    for found in terms:
+        assert found.scores is not None
+        check_escape(piece, shadow, found.scores, node, search.facts)
+
+
+def _match_gated(search: _Search, product: fx.Node) -> list[AttentionMatch] | None:
     """P @ V times a gate that is computed from the same scores (the log-sum-exp of their rows)."""
     users = [u for u in product.users if u in search.facts.live]
     if len(users) != 1 or target_name(users[0]) != "mul":
@@ -163,36 +175,40 @@ def _match_gated(search: _Search, product: fx.Node) -> AttentionMatch | None:
     piece = backward_slice([node], node, search.facts.index)
     key = ("gated", piece.key())
     try:
-        found = search.once(key, lambda: _read_gated(search.shadow(piece, key), len(piece.nodes) - 1))
-        if found is None:
+        terms = search.once(key, lambda: _read_gated(search.shadow(piece, key), len(piece.nodes) - 1))
+        if terms is None:
             return None
-        assert found.scores is not None
-        check_escape(piece, search.shadow(piece, key), found.scores, node, search.facts)
+        _check_escapes(search, piece, search.shadow(piece, key), terms, node)
     except DeclineSite:
         return None
-    return bind_match(found, search.facts, node, piece.nodes)
+    return [bind_match(found, search.facts, node, piece.nodes, len(terms)) for found in terms]
 
 
-def _read_gated(shadow: Shadow, position: int) -> Found | None:
-    gated = gated_core_of(_value(shadow, position))
-    return None if gated is None else _read_core(shadow, position, *gated)
+def _read_gated(shadow: Shadow, position: int) -> tuple[Found, ...] | None:
+    gated = gated_cores_of(_value(shadow, position))
+    return None if gated is None else _read_cores(shadow, position, *gated)
 
 
-def _read_product(shadow: Shadow, position: int) -> Found | None:
-    core = core_of(_value(shadow, position))
-    return None if core is None else _read_core(shadow, position, core)
+def _read_product(shadow: Shadow, position: int) -> tuple[Found, ...] | None:
+    return _read_cores(shadow, position, cores_of(_value(shadow, position)))
 
 
-def _read_core(shadow: Shadow, position: int, core: Core, gate: fx.Node | None = None) -> Found | None:
+def _read_cores(
+    shadow: Shadow, position: int, cores: list[Core], gate: fx.Node | None = None
+) -> tuple[Found, ...] | None:
+    softmaxes = normalised(shadow.graph, contractions_above(shadow.graph))
     refusal: DeclineSite | None = None
-    for heads in head_counts(core):
-        try:
-            found = ProductSite(shadow, core, heads, source_of(shadow, position), gate).match()
-            if found is not None or refusal is None:
-                return found
-        except DeclineSite as error:
-            refusal = refusal or error
-    raise refusal or DeclineSite(DeclineReason.NOT_ATTENTION, "no head count fits")
+    for core in cores:
+        for heads in head_counts(core) if core.p in softmaxes else ():
+            try:
+                found = read_product(shadow, core, heads, source_of(shadow, position), gate)
+                if found is not None or refusal is None:
+                    return found
+            except DeclineSite as error:
+                refusal = refusal or error
+    if refusal is not None:
+        raise refusal
+    return None
 
 
 def _check_not_empty(*nodes: fx.Node) -> None:

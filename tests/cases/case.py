@@ -23,6 +23,8 @@ class Case:
         aux: expected "dtype[rank],..." of the program.
         decline: expected reason of the only site; None when it must match.
         sites: number of attention-like sites (0: nothing to report).
+        programs: as `program`, for each of several sites. declines: the reasons of several sites.
+        epilogue: expected changes of the results, as " + "-joined text.
     """
 
     name: str
@@ -35,6 +37,9 @@ class Case:
     dtype: torch.dtype = torch.float64
     sites: int = 1
     seqlen_k: int = SEQLEN
+    epilogue: str | None = None
+    programs: tuple[str, ...] = ()
+    declines: tuple[DeclineReason, ...] = ()
 
     def inputs(self) -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(7)
@@ -46,8 +51,14 @@ class Case:
         return (q, draw(self.kv_heads, self.seqlen_k), draw(self.kv_heads, self.seqlen_k), *self.extra())
 
     @property
-    def text(self) -> str:
-        return f"fa4/1; aux={self.aux}; {self.program}"
+    def texts(self) -> set[str]:
+        """Of all sites."""
+        return {f"fa4/1; aux={self.aux}; {text}" for text in self.programs or (self.program,)}
+
+    @property
+    def reasons(self) -> tuple[DeclineReason, ...]:
+        """Of all sites that must decline."""
+        return self.declines or (() if self.decline is None else (self.decline,))
 
 
 def program(

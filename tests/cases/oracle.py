@@ -85,11 +85,16 @@ class _Checked(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule, matches: list[AttentionMatch], report: Report) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self.by_output = {n: m for m in matches for n in (m.output, m.lse) if n is not None}
+        self.by_output: dict[fx.Node, list[AttentionMatch]] = {}
+        for m in matches:
+            for n in (m.output, m.lse):
+                if n is not None:
+                    self.by_output.setdefault(n, []).append(m)
+        assert all(len(terms) == terms[0].terms for terms in self.by_output.values())
         self.report = report
 
     def run_node(self, n: fx.Node) -> Any:
-        expected = self._expected(self.by_output[n], n) if n in self.by_output else None
+        expected = sum(self._expected(m, n) for m in self.by_output[n]) if n in self.by_output else None
         value = super().run_node(n)
         if expected is not None:
             self.report.errors.append(_error(value, expected))
@@ -104,7 +109,14 @@ class _Checked(fx.Interpreter):
             assert (a.dtype, a.dim()) == (declared.torch_dtype, declared.ndim)
         sizes = [self.env[s] if isinstance(s, fx.Node) else s for s in m.sizes]
         out, lse = attention(m.spec, q, k, v, aux, sizes)
-        return lse * m.lse_scale if node is m.lse else apply_view(out, self._sized(m.output_view))
+        if node is m.lse:
+            return lse * m.lse_scale
+        if m.epilogue is not None:
+            sizes = [self.env[s] if isinstance(s, fx.Node) else s for s in m.epilogue.sizes]
+            names = grid(*out.shape[:3], k.shape[2]) | {f"size{i}": n for i, n in enumerate(sizes)}
+            loads = [self._operand(a) for a in m.epilogue.aux]
+            out = evaluate(m.epilogue.value, Env(names | {"score": out}, loads))
+        return apply_view(out, self._sized(m.output_view))
 
     def _operand(self, o: Operand) -> torch.Tensor:
         return apply_view(self.env[o.node], self._sized(o.view))

@@ -267,9 +267,9 @@ def test_a_half_done_rewrite_is_undone(uncompiled, monkeypatch):
 def test_a_site_whose_rewrite_fails_does_not_take_the_others_along(uncompiled, monkeypatch, caplog):
     replace, calls = Splicer.replace, []
 
-    def fails_once(self, match, build):
-        calls.append(match)
-        replace(self, match, build if len(calls) > 1 else raising(ZeroDivisionError("bug")))
+    def fails_once(self, part):
+        calls.append(part)
+        replace(self, part if len(calls) > 1 else (part[0], raising(ZeroDivisionError("bug"))))
 
     monkeypatch.setattr(Splicer, "replace", fails_once)
     f = lambda q, k, v: attention(attention(q, k, v), k, v)

@@ -38,7 +38,7 @@ def test_both_layers_read_one_table_and_one_narrowed_tensor():
         splicer = Splicer(gm.graph)
         for site in find_sites(gm):
             assert isinstance(site, AttentionMatch), site
-            splicer.splice(site, "cute")
+            splicer.splice((site, "cute"))
         splicer.finish()
         gm.graph.lint()
         for node in gm.graph.nodes:

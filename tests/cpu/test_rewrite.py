@@ -52,7 +52,7 @@ def match_of(gm, output="matmul", *, q="q", k="k", v="v", view=(), out_view=(), 
 
 def replace(gm, **kwargs):
     splicer = Splicer(gm.graph)
-    splicer.splice(match_of(gm, **kwargs), "reference")
+    splicer.splice((match_of(gm, **kwargs), "reference"))
     splicer.finish()
 
 
@@ -324,5 +324,5 @@ def test_whatever_follows_sees_the_values_and_strides_it_saw_before(tail):
 def splice_at(gm, node):
     match = dataclasses.replace(match_of(gm), output=node, out_dtype=torch.float64)
     splicer = Splicer(gm.graph)
-    splicer.splice(match, "reference")
+    splicer.splice((match, "reference"))
     splicer.finish()
