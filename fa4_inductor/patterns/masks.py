@@ -99,8 +99,8 @@ def split(
         has_sink: a sink column takes part, so no row is empty.
 
     Raises:
-        DeclineSite: UNSUPPORTED_PROGRAM for NaN, and when one scaling makes some fills overflow; EMPTY_ROWS when `form`
-            gives rows of low logits a value that no contract has.
+        DeclineSite: UNSUPPORTED_PROGRAM where NaN may arise, and when one scaling makes some fills overflow; EMPTY_ROWS
+            when `form` gives rows of low logits a value that no contract has.
     """
     if any(n.is_const and n.value != n.value for n in E.walk(logits)):
         raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "not a number in a mask")  # 0 * -inf
@@ -111,6 +111,8 @@ def split(
         limits = _Range(BARE_ZERO, math.inf)  # all fills are as good as -inf
     peeled = _peel(logits, limits)
     masks = peeled.masks if not bare else tuple(Mask(m.keep, -math.inf) for m in peeled.masks)
+    if masks and _scales_infinity(peeled.value):
+        raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "0 * -inf is no number behind a mask either")
     _check_form(form, peeled.value, masks)
     infinite = [m for m in masks if m.fill == -math.inf]
     finite = [m for m in masks if m.fill != -math.inf]
@@ -135,6 +137,12 @@ def _levels(finite: list[Mask]) -> E.Expr:
     for mask in finite if len(fills) > 1 else ():
         level = E.call("where", mask.keep, level, LEVEL * (1 + fills.index(mask.fill)))
     return level
+
+
+def _scales_infinity(e: E.Expr) -> bool:
+    """Is something multiplied that may be -inf by a constant?"""
+    factors = [n for n in E.walk(e) if n.op in ("mul", "div")]
+    return any(n.is_const and n.kind is Kind.FLOAT and math.isinf(n.value) for n in E.walk(*factors))
 
 
 def _check_form(form: Form, value: E.Expr, masks: tuple[Mask, ...]) -> None:

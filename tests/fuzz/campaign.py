@@ -2,6 +2,7 @@
 
     python -m tests.fuzz.campaign --first 0 --graphs 1000 --record campaign.json --failures failures.txt
     python -m tests.fuzz.campaign --first 4711 --graphs 1 --show      # one graph: its source and its outcome
+    python -m tests.fuzz.campaign --summary campaign.json             # totals of a record
 
 A graph is its seed. What fails is reduced to fewer lines before it is reported.
 """
@@ -90,14 +91,33 @@ def _commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def totals(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """A record's slices added up."""
+    outcomes: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for record in records:
+        outcomes.update(record["outcomes"])
+        reasons.update(record["graphs_with_reason"])
+    return {
+        "graphs": sum(r["graphs"] for r in records),
+        "seconds": sum(r["seconds"] for r in records),
+        "outcomes": dict(outcomes.most_common()),
+        "graphs_with_reason": dict(reasons.most_common()),
+    }
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--graphs", type=int, default=300)
     parser.add_argument("--record", type=Path, help="append the counts to this JSON list")
     parser.add_argument("--failures", type=Path, help="write failing graphs here instead of to standard output")
+    parser.add_argument("--summary", type=Path, help="print the totals of this record and stop")
     parser.add_argument("--show", action="store_true", help="print every graph and its outcome")
     args = parser.parse_args(argv)
+    if args.summary:
+        print(json.dumps(totals(json.loads(args.summary.read_text())), indent=1))
+        return 0
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     if args.show:

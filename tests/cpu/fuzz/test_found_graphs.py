@@ -134,6 +134,12 @@ def test_not_a_number_in_a_mask_declines() -> None:
     """(1 - m) * -inf is 0 * -inf where the key is kept."""
     assert _masked(lambda keep: (1 - keep.float()) * -torch.inf) == "unsupported_program"
 
+    def function(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        s = torch.where(keep, q @ k.mT, -torch.inf) * keep
+        return (s + (~keep).float() * LOW).softmax(-1) @ v
+
+    assert _outcome(function, *_qkv(), KEEP) == "unsupported_program"
+
 
 def test_a_mask_by_log_or_division_is_minus_infinity() -> None:
     assert _masked(lambda keep: keep.float().log()) == "fused"
