@@ -15,7 +15,7 @@ DYNAMIC = ("B", "S", "T")
 """Sizes that may differ between two calls of one compiled program; the others are written into its source."""
 
 
-_NARROW = ("float32", "float16", "bfloat16")
+_NARROW = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,12 @@ class Program:
         return 2 + len(self.sizes) + bool(self.autocast)
 
     def rounding(self, dtype: torch.dtype) -> float:
-        """The coarsest unit of rounding of results of `dtype`: of that type, or of a narrower one on the way."""
+        """The coarsest unit of rounding of results of `dtype`: of a narrower type on the way, but at least float32,
+        which torch takes for integers beside a tensor without dimensions."""
         if not dtype.is_floating_point:
             return 0.0
         named = {n for n in _NARROW if f".{n}" in self.source or any(i.dtype == n for i in self.inputs)}
-        named |= {"float32"} if ".float()" in self.source else set()
+        named |= {"float32"}
         return max(torch.finfo(d).eps for d in (dtype, *(getattr(torch, n) for n in named)))
 
     @property
