@@ -37,6 +37,7 @@ class Form(enum.Enum):
     """How the graph normalises the logits. It matters where floating point leaves a row of low logits nothing."""
 
     SHIFTED = "softmax"  # or exp and sum with the row's maximum subtracted: any finite logits will do
+    SCALED = "softmax, scaled when its maximum was subtracted"  # so that no fill overflows by it
     BARE = "exp(s) / sum(exp(s))"  # a row of finite fills is 0 / 0
     MASKED = "m * exp(s) / sum(m * exp(s))"  # the same, also less a maximum, which may be that of a dropped key
     LOG = "exp(s - logsumexp(s))"  # in a row of finite fills the sum is lost, and each key gets 1
@@ -106,6 +107,8 @@ def split(
         raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "not a number in a mask")  # 0 * -inf
     limit = ABSORBING_HALF if dtypes[0] is torch.float16 else ABSORBING
     limits = _Range(limit, min(torch.finfo(d).min for d in dtypes))
+    if form is Form.SCALED:
+        limits = _Range(limit, -math.inf)
     bare = form in (Form.BARE, Form.MASKED)
     if bare:
         limits = _Range(BARE_ZERO, math.inf)  # all fills are as good as -inf
@@ -152,6 +155,7 @@ def _check_form(form: Form, value: E.Expr, masks: tuple[Mask, ...]) -> None:
     low = any(n.is_const and n.kind is Kind.FLOAT and abs(n.value) > BARE_LIMIT for n in nodes)
     unsafe = {
         Form.SHIFTED: False,
+        Form.SCALED: False,
         Form.BARE: loads or low,
         Form.MASKED: loads or low,
         Form.LOG: loads or low or any(m.fill != -math.inf for m in masks),

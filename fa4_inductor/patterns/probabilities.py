@@ -213,6 +213,8 @@ def _without_row_constants(ev: Elements, found: Distribution) -> Distribution:
     form = found.form
     if dropped and form is not Form.LOG:
         form = _form_of_shift(ev, [(_atom(ev, m), shifted) for m, shifted in dropped], form, sink)
+        if form is Form.SHIFTED and found.logits.op != "sub":
+            form = Form.SCALED
     return Distribution(logits, sink, found.dtype, form)
 
 

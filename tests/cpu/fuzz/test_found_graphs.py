@@ -42,6 +42,11 @@ def _shifted(s: Tensor) -> Tensor:
     return _bare(s - s.amax(-1, keepdim=True))
 
 
+def _shifted_then_scaled(s: Tensor) -> Tensor:
+    """Subtracted first, a finite fill does not overflow by the factor."""
+    return _bare((s - s.amax(-1, keepdim=True)) * 2)
+
+
 def _by_logsumexp(s: Tensor) -> Tensor:
     return (s - s.logsumexp(-1, keepdim=True)).exp()
 
@@ -55,6 +60,7 @@ def _softmax_plus_one(s: Tensor) -> Tensor:
 # A row of low fills: 0 / 0 without a subtracted maximum, 1 for every key by logsumexp, NaN where the maximum is -inf.
 FILLED = [
     (_shifted, LOW, "fused"), (_shifted, -torch.inf, "fused"), (_shifted, -1e4, "fused"),
+    (_shifted_then_scaled, LOW, "fused"), (_shifted_then_scaled, -torch.inf, "fused"),
     (_bare, LOW, "fused"), (_bare, -torch.inf, "fused"), (_bare, -1e4, "fused"), (_bare, -500.0, "empty_rows"),
     (_by_logsumexp, LOW, "empty_rows"), (_by_logsumexp, -torch.inf, "fused"), (_by_logsumexp, -50.0, "fused"),
     (_softmax_plus_one, LOW, "fused"), (_softmax_plus_one, -torch.inf, "empty_rows"),
