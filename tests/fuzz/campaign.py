@@ -2,7 +2,7 @@
 
     python -m tests.fuzz.campaign --first 0 --graphs 1000 --record campaign.json --failures failures.txt
     python -m tests.fuzz.campaign --first 4711 --graphs 1 --show      # one graph: its source and its outcome
-    python -m tests.fuzz.campaign --summary campaign.json             # totals of a record
+    python -m tests.fuzz.campaign --summary a.json b.json            # totals of records
 
 A graph is its seed. What fails is reduced to fewer lines before it is reported.
 """
@@ -112,11 +112,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--graphs", type=int, default=300)
     parser.add_argument("--record", type=Path, help="append the counts to this JSON list")
     parser.add_argument("--failures", type=Path, help="write failing graphs here instead of to standard output")
-    parser.add_argument("--summary", type=Path, help="print the totals of this record and stop")
+    parser.add_argument("--summary", type=Path, nargs="+", help="print the totals of these records and stop")
     parser.add_argument("--show", action="store_true", help="print every graph and its outcome")
     args = parser.parse_args(argv)
     if args.summary:
-        print(json.dumps(totals(json.loads(args.summary.read_text())), indent=1))
+        records = [record for path in args.summary for record in json.loads(path.read_text())]
+        print(json.dumps(totals(records), indent=1))
         return 0
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
