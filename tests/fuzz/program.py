@@ -117,6 +117,11 @@ class Program:
         """Does anything run in float16 or bfloat16?"""
         return self.rounding(torch.float64) > torch.finfo(torch.float32).eps
 
+    @property
+    def may_overflow(self) -> bool:
+        """Is there an exp without a maximum subtracted, whose overflow is noise by decision 0005?"""
+        return any(re.search(r"\.?exp2?\(", line) and not re.search(r"max|logsumexp", line) for line in self.lines)
+
     def function(self, wide: bool = False) -> Callable[..., Any]:
         """`source` compiled; `wide`: with float64 for every half type."""
         space: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "math": math}
