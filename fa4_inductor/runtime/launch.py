@@ -80,25 +80,15 @@ def forward(
         ValueError: for an implementation that does not exist, or operands that do not fit together.
         KernelUnavailable: in strict mode, when the kernel cannot be built.
     """
-    out, lse = _forward(q, k, v, aux, program, sizes, implementation, need_lse, None)
+    out, lse = _forward(q, k, v, aux, program, sizes, implementation, need_lse)
     return out, q.new_empty((0,), dtype=torch.float32) if lse is None else lse
 
 
-def forward_into(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    aux: Sequence[Tensor],
-    program: str,
-    sizes: Sequence[int],
-    implementation: str,
-    out: Tensor,
-) -> None:
-    """Implementation of `fa4_inductor::_forward_into`: `forward` without LSE, into `out` (B, Sq, Hq, Dv)."""
-    given = out.transpose(1, 2)
-    got, _ = _forward(q, k, v, aux, program, sizes, implementation, False, given)
-    if got is not given:
-        given.copy_(got)
+def forward_without_lse(
+    q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], implementation: str
+) -> Tensor:
+    """Implementation of `fa4_inductor::_forward_without_lse`: the `out` of `forward`."""
+    return _forward(q, k, v, aux, program, sizes, implementation, False)[0]
 
 
 def _forward(
@@ -110,17 +100,15 @@ def _forward(
     sizes: Sequence[int],
     implementation: str,
     need_lse: bool,
-    out: Tensor | None,
 ) -> Outputs:
-    """(out, lse): a kernel that launches writes into the `out` given, all else returns a tensor of its own. lse may be
-    None unless it is needed: an empty tensor costs a quarter of the launch."""
+    """(out, lse). lse may be None unless it is needed: an empty tensor costs a quarter of the launch."""
     if implementation == "cute":
         plan = _checked.get((program, q.shape, k.shape, v.shape, q.dtype, q.device, need_lse))
         if plan is not None:
-            return _launch(plan, q, k, v, aux, sizes, need_lse, out)
+            return _launch(plan, q, k, v, aux, sizes, need_lse)
     _check(q, k, v, aux)
     if implementation == "cute":
-        return _run_cute(q, k, v, aux, program, sizes, need_lse, out)
+        return _run_cute(q, k, v, aux, program, sizes, need_lse)
     run = _RUN.get(implementation)
     if run is None:
         raise ValueError(f"unknown implementation {implementation!r}: known are cute, {', '.join(_RUN)}")
@@ -171,14 +159,7 @@ def _spec(program: str) -> AttentionSpec:
 
 
 def _run_cute(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    aux: Sequence[Tensor],
-    program: str,
-    sizes: Sequence[int],
-    need_lse: bool,
-    out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], need_lse: bool
 ) -> Outputs:
     group, long_q = q.shape[1] // max(k.shape[1], 1), q.shape[2] >= LONG_SEQLEN_Q
     spec = _spec(program)
@@ -189,7 +170,7 @@ def _run_cute(
     if len(_checked) >= _MAX_CHECKED:
         _checked.clear()
     _checked[program, q.shape, k.shape, v.shape, q.dtype, q.device, need_lse] = plan
-    return _launch(plan, q, k, v, aux, sizes, need_lse, out)
+    return _launch(plan, q, k, v, aux, sizes, need_lse)
 
 
 def _plan(key: PlanKey) -> Plan | None:
@@ -201,19 +182,11 @@ def _plan(key: PlanKey) -> Plan | None:
 
 
 def _launch(
-    plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    aux: Sequence[Tensor],
-    sizes: Sequence[int],
-    need_lse: bool,
-    out: Tensor | None = None,
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], sizes: Sequence[int], need_lse: bool
 ) -> Outputs:
-    """One launch on the current stream of q's device, into `out` (B, Hq, Sq, Dv) where that is given."""
+    """One launch on the current stream of q's device."""
     batch, heads, seqlen_q, _ = q.shape
-    if out is None:
-        out = q.new_empty((batch, seqlen_q, heads, v.shape[3])).transpose(1, 2)
+    out = q.new_empty((batch, seqlen_q, heads, v.shape[3])).transpose(1, 2)
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32) if need_lse else None
     if not (batch and heads and seqlen_q):
         return out, lse
