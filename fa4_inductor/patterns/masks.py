@@ -106,7 +106,7 @@ def split(
     if any(n.is_const and n.value != n.value for n in E.walk(logits)):
         raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "not a number in a mask")  # 0 * -inf
     limit = ABSORBING_HALF if dtypes[0] is torch.float16 else ABSORBING
-    limits = _Range(limit, min(torch.finfo(d).min for d in dtypes))
+    limits = _Range(limit, min(map(_overflow, dtypes)))
     if form is Form.SCALED:
         limits = _Range(limit, -math.inf)
     bare = form in (Form.BARE, Form.MASKED)
@@ -114,8 +114,8 @@ def split(
         limits = _Range(BARE_ZERO, math.inf)  # all fills are as good as -inf
     peeled = _peel(logits, limits)
     masks = peeled.masks if not bare else tuple(Mask(m.keep, -math.inf) for m in peeled.masks)
-    if masks and _scales_infinity(peeled.value):
-        raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "0 * -inf is no number behind a mask either")
+    if masks and _hides_infinity(peeled.value):
+        raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "0 * -inf or -inf + inf behind a mask")
     _check_form(form, peeled.value, masks)
     infinite = [m for m in masks if m.fill == -math.inf]
     finite = [m for m in masks if m.fill != -math.inf]
@@ -142,10 +142,11 @@ def _levels(finite: list[Mask]) -> E.Expr:
     return level
 
 
-def _scales_infinity(e: E.Expr) -> bool:
-    """Is something multiplied that may be -inf by a constant?"""
-    factors = [n for n in E.walk(e) if n.op in ("mul", "div")]
-    return any(n.is_const and n.kind is Kind.FLOAT and math.isinf(n.value) for n in E.walk(*factors))
+def _hides_infinity(e: E.Expr) -> bool:
+    """May the logit of a dropped key be +inf or NaN, which a fill does not make -inf, by a constant?"""
+    turned = [n for n in E.walk(e) if n.op in ("mul", "div", "sub", "neg", "abs")]
+    infinite = any(n.is_const and n.kind is Kind.FLOAT and math.isinf(n.value) for n in E.walk(*turned))
+    return infinite or any(n.is_const and n.value == math.inf for n in E.walk(e))
 
 
 def _check_form(form: Form, value: E.Expr, masks: tuple[Mask, ...]) -> None:
@@ -163,6 +164,12 @@ def _check_form(form: Form, value: E.Expr, masks: tuple[Mask, ...]) -> None:
     }
     if unsafe[form]:
         raise DeclineSite(DeclineReason.EMPTY_ROWS, f"{form.value} of a row that a mask leaves no key")
+
+
+def _overflow(dtype: torch.dtype) -> float:
+    """Numbers from here up round to finfo.min, and not to -inf: half a unit in the last place is lost."""
+    info = torch.finfo(dtype)
+    return info.min * (1 + info.eps / 4)
 
 
 def _peel(e: E.Expr, limits: _Range) -> _Peeled:

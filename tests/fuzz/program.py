@@ -15,7 +15,7 @@ DYNAMIC = ("B", "S", "T")
 """Sizes that may differ between two calls of one compiled program; the others are written into its source."""
 
 
-_NARROW = ("float16", "bfloat16")
+_HALF = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,19 @@ class Program:
         which torch takes for integers beside a tensor without dimensions."""
         if not dtype.is_floating_point:
             return 0.0
-        named = {n for n in _NARROW if f".{n}" in self.source or any(i.dtype == n for i in self.inputs)}
-        named |= {"float32"}
-        return max(torch.finfo(d).eps for d in (dtype, *(getattr(torch, n) for n in named)))
+        named = self._half_types | {"float32"}
+        unit = max(torch.finfo(d).eps for d in (dtype, *(getattr(torch, n) for n in named)))
+        large = "1e4" in self.source or any("1e4" in i.kind for i in self.inputs)
+        return max(unit, 1e4 * torch.finfo(torch.float32).eps / 8) if large else unit  # scores beside -1e4
+
+    @property
+    def _half_types(self) -> set[str]:
+        return {n for n in _HALF if f".{n}" in self.source or any(i.dtype == n for i in self.inputs)}
 
     @property
     def has_half_types(self) -> bool:
         """Does anything run in float16 or bfloat16?"""
-        return self.rounding(torch.float64) > torch.finfo(torch.float32).eps
+        return bool(self._half_types)
 
     @property
     def may_overflow(self) -> bool:

@@ -146,6 +146,21 @@ def test_not_a_number_in_a_mask_declines() -> None:
 
     assert _outcome(function, *_qkv(), KEEP) == "unsupported_program"
 
+    def inverted(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return (q @ k.mT + (~keep).float() * LOW - keep.float().log()).softmax(-1) @ v
+
+    assert _outcome(inverted, *_qkv(), KEEP) == "unsupported_program"
+
+
+def test_fills_that_add_up_to_finfo_min_do_not_overflow() -> None:
+    """finfo.min - 1e30 rounds to finfo.min, the level of the keys that only one mask drops."""
+    never = torch.zeros(3, 3, dtype=torch.bool)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, never: Tensor) -> Tensor:
+        return ((q @ k.mT).masked_fill(~never, LOW) + torch.where(keep, 0.0, -1e30)).softmax(-1) @ v
+
+    assert _outcome(function, *_qkv(), KEEP, never) in ("fused", "unsupported_dtype")
+
 
 def test_a_mask_by_log_or_division_is_minus_infinity() -> None:
     assert _masked(lambda keep: keep.float().log()) == "fused"
