@@ -109,6 +109,9 @@ def known_limit(program: Program) -> str | None:
     """The limit of decision 0005 that a program can meet in rows which its masks leave no key, or None."""
     if any(i.kind == "odd" for i in program.inputs):
         return "data that hold +inf or NaN"
+    if any(i.dtype == "float64" for i in program.inputs) and re.search(r"float32|\.float\(", program.source):
+        if any("1e9" in text for text in (*program.lines, *(i.kind for i in program.inputs))):
+            return "float64 scores rounded to float32 beside -1e9"
     if not any(_FILL.search(line) for line in program.lines):
         return None
     if any(i.kind in ("additive:-inf", "additive:min") for i in program.inputs):
