@@ -82,9 +82,12 @@ def _call(
     numbers: dict[str, Any], sharing: tuple | None,
 ) -> Any:  # fmt: skip
     known = facts(spec)
-    if known.slope is None or not known.slope.is_const or spec.sink is not None:
+    if known.slope is None or not known.slope.is_const or known.slope.value == 0 or spec.sink is not None:
         raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA needs a score of the form constant * score + bias")
-    options: dict[str, Any] = {"scale": float(spec.softmax_scale * known.slope.value)}
+    scale = float(spec.softmax_scale * known.slope.value)
+    if scale < 0:  # torch's CPU kernel scales what is_causal masked, and -inf * scale would be +inf
+        q, scale = make(torch.neg, q), -scale
+    options: dict[str, Any] = {"scale": scale}
     bias = None if known.bias is None or is_finite_const(known.bias) else known.bias  # a constant changes no weight
     nan_rows = spec.empty_row is EmptyRow.NAN and known.may_be_empty
     if bias is None and known.is_causal and not nan_rows:

@@ -104,7 +104,7 @@ def _div_mode(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
     if mode is None:
         return E.call("div", left, right)
     if mode == "floor":
-        return E.call("floordiv", left, right) if integers else E.call("floor", E.call("div", left, right))
+        return _floored(left, right)
     if integers:
         quotient = E.call("floordiv", E.call("abs", left), E.call("abs", right))
         same_sign = E.call("eq", E.call("lt", left, 0), E.call("lt", right, 0))
@@ -113,9 +113,15 @@ def _div_mode(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
 
 
 def _floor_divide(ev: Elements, node: fx.Node, index: Index) -> E.Expr:
-    left, right = (ev.operand(a, index) for a in node.args[:2])
+    return _floored(*(ev.operand(a, index) for a in node.args[:2]))
+
+
+def _floored(left: E.Expr, right: E.Expr) -> E.Expr:
+    """Floor division. Among floats it is not the floor of the quotient where that is infinite: eager gives NaN."""
     if left.kind is not Kind.FLOAT and right.kind is not Kind.FLOAT:
         return E.call("floordiv", left, right)
+    if right.op != "const" or any(n.op in ("load", "score") for n in E.walk(left)):
+        raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "floor division of floats that may be infinite")
     return E.call("floor", E.call("div", left, right))
 
 

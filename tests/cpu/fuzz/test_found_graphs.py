@@ -215,3 +215,30 @@ def test_tensors_without_elements_decline() -> None:
 
     assert _outcome(function, *_qkv(keys=0)) == "unsupported_shape"
     assert _outcome(F.scaled_dot_product_attention, *_qkv(keys=0)) == "unsupported_shape"
+
+
+def test_floor_division_of_masked_scores_is_nan() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = (q @ k.mT).masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), -torch.inf)
+        return s.div(3, rounding_mode="floor").softmax(-1) @ v
+
+    assert _outcome(attend, *_qkv()) == "unsupported_program"
+
+
+def test_a_values_operand_without_heads() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = (q.flatten(0, 1) @ k[:1].mT.flatten(0, 1)[:1]).softmax(-1)
+        return torch.matmul(p, v.flatten(0, 1)[1])
+
+    assert _outcome(attend, *_qkv()) != "internal_error"
+
+
+def test_a_negative_scale_where_sdpa_masks_before_it_scales() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(-q, k, v, is_causal=True)
+
+    args = tuple(t.half() for t in _qkv())
+    model = fused(attend, implementation="sdpa").model
+    with torch.no_grad():
+        torch.testing.assert_close(model(*args), attend(*args))
+    assert counters()["fused"] == 1

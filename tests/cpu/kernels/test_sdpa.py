@@ -29,6 +29,8 @@ CASES = {  # spec, options of the SDPA call, shape of the mask
     "plain": (spec_of(), set(), None),
     "scaled": (spec_of("score * 2.0 + 1.0"), set(), None),
     "causal": (spec_of(keep="kv_idx <= q_idx"), {"is_causal"}, None),
+    "negative": (spec_of("score * -2.0", "kv_idx <= q_idx"), {"is_causal"}, None),
+    "negative padding": (spec_of("score * -1.0", "aux0[b, kv_idx]", "bool[2]"), {"attn_mask"}, (B, 1, 1, SK)),
     "bottom right": (spec_of(keep="kv_idx <= q_idx + (seqlen_k - seqlen_q)"), {"attn_mask"}, (1, 1, SQ, SK)),
     "padding": (spec_of(keep="aux0[b, kv_idx]", aux="bool[2]"), {"attn_mask"}, (B, 1, 1, SK)),
     "rows": (spec_of(keep="q_idx < size0", sizes=1), {"attn_mask"}, (1, 1, SQ, SK)),
@@ -146,7 +148,7 @@ def test_layers_with_other_masks_or_a_write_in_between_do_not_share():
     assert len(masks_in(module)) == 2
 
 
-@pytest.mark.parametrize("score", ["tanh(score)", "score * score", "score * aux0[h]"])
+@pytest.mark.parametrize("score", ["tanh(score)", "score * score", "score * aux0[h]", "0.0"])
 def test_scores_that_are_not_affine_are_refused(score):
     spec = spec_of(score, aux="float32[1]")
     with pytest.raises(DeclineSite, match="constant"):
