@@ -130,8 +130,6 @@ def head_counts(core: Core) -> list[sympy.Expr]:
             counts[coefficient] = None
     n = variable("n")
     for operand in (core.v, core.p):
-        if len(shape(operand)) != 3:
-            continue
         ranges = Ranges({n: core.batch})
         node, index = operand, (n, *(variable(f"x{i}") for i in range(2)))
         ranges.sizes.update(zip(index[1:], shape(operand)[1:]))

@@ -84,6 +84,8 @@ def _squeeze(ranges: Ranges, node: fx.Node, index: Index) -> Source:
         gone = {i for i, n in enumerate(old) if n == 1}
     else:
         gone = {d % len(old) for d in ([dims] if isinstance(dims, int) else dims) if old[d % len(old)] == 1}
+    if len(index) + len(gone) != len(old):
+        raise DeclineSite(DeclineReason.UNSUPPORTED_SHAPE, "a squeeze of dimensions whose sizes are not known")
     rest = iter(index)
     return node.args[0], tuple(ZERO if i in gone else next(rest) for i in range(len(old)))
 

@@ -225,14 +225,6 @@ def test_floor_division_of_masked_scores_is_nan() -> None:
     assert _outcome(attend, *_qkv()) == "unsupported_program"
 
 
-def test_a_values_operand_without_heads() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        p = (q.flatten(0, 1) @ k[:1].mT.flatten(0, 1)[:1]).softmax(-1)
-        return torch.matmul(p, v.flatten(0, 1)[1])
-
-    assert _outcome(attend, *_qkv()) != "internal_error"
-
-
 def test_a_negative_scale_where_sdpa_masks_before_it_scales() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(-q, k, v, is_causal=True)
