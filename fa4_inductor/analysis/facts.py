@@ -4,6 +4,7 @@ else."""
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from fa4_inductor.analysis.bounds import score_bound
@@ -46,6 +47,13 @@ class AttentionFacts:
     slope: Expr | None
     bias: Expr | None
     may_be_empty: bool
+
+    @property
+    def constant_slope(self) -> float | None:
+        """The slope where it is a finite number other than 0, which SDPA can take for a scale, else None."""
+        if self.slope is None or not self.slope.is_const or not math.isfinite(self.slope.value):
+            return None
+        return float(self.slope.value) or None
 
     @property
     def is_full(self) -> bool:

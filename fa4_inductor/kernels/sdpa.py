@@ -82,9 +82,10 @@ def _call(
     numbers: dict[str, Any], sharing: tuple | None,
 ) -> Any:  # fmt: skip
     known = facts(spec)
-    if known.slope is None or not known.slope.is_const or known.slope.value == 0 or spec.sink is not None:
+    slope = known.constant_slope
+    if slope is None or spec.sink is not None:
         raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA needs a score of the form constant * score + bias")
-    scale = float(spec.softmax_scale * known.slope.value)
+    scale = spec.softmax_scale * slope
     if scale < 0:  # torch's CPU kernel scales what is_causal masked, and -inf * scale would be +inf
         q, scale = make(torch.neg, q), -scale
     options: dict[str, Any] = {"scale": scale}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,12 +120,7 @@ def supports_sdpa(spec: AttentionSpec, facts: AttentionFacts, operands: Operands
         return _no(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA has no sink")
     if operands.need_lse:
         return _no(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA does not give the log-sum-exp of its rows")
-    if (
-        facts.slope is None
-        or not facts.slope.is_const
-        or facts.slope.value == 0
-        or not math.isfinite(facts.slope.value)
-    ):
+    if facts.constant_slope is None:
         return _no(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA needs a score of the form constant * score + bias")
     if not bias_is_exact(spec, facts, operands.dtype, target):
         dtype = _name(operands.dtype)

@@ -107,11 +107,9 @@ def _forward(
         if plan is not None:
             return _launch(plan, q, k, v, aux, sizes, need_lse)
     _check(q, k, v, aux)
-    if implementation == "cute":
-        return _run_cute(q, k, v, aux, program, sizes, need_lse)
     run = _RUN.get(implementation)
     if run is None:
-        raise ValueError(f"unknown implementation {implementation!r}: known are cute, {', '.join(_RUN)}")
+        raise ValueError(f"unknown implementation {implementation!r}: known are {', '.join(_RUN)}")
     return run(q, k, v, aux, program, sizes, need_lse)
 
 
@@ -337,6 +335,7 @@ def clear_plans() -> None:
 
 
 _RUN: dict[str, Callable[..., Outputs]] = {
+    "cute": _run_cute,
     "reference": _run_eager("reference"),
     "flex": _run_eager("flex"),
     "sdpa": _run_eager("sdpa"),
