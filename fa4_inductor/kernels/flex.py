@@ -3,9 +3,10 @@ LSE."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,14 +49,30 @@ def attention_flex(
     else:
         numbers = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, **{f"size{i}": n for i, n in enumerate(sizes)}}
         numbers = {name: torch.tensor(n, device=q.device) for name, n in numbers.items()}
-        mask = _block_mask(spec, aux, numbers, (batch, heads, seqlen_q, seqlen_k), q.device)
         k, v = (t.expand(batch, -1, -1, -1) for t in (k, v))
-        out, lse = _run(spec.text, q.device.type == "cuda")(q, k, v, mask, aux, numbers)
+        with _vmap_enabled():
+            mask = _block_mask(spec, aux, numbers, (batch, heads, seqlen_q, seqlen_k), q.device)
+            out, lse = _run(spec.text, q.device.type == "cuda")(q, k, v, mask, aux, numbers)
     if spec.sink is not None:
         sink = _sink(spec.sink, q, seqlen_k, aux, sizes)
         out = out * torch.sigmoid(lse - sink)[..., None].to(out.dtype)
         lse = torch.logaddexp(lse, sink)
     return bshd(out, q.dtype), lse if need_lse else no_lse(q)
+
+
+@contextlib.contextmanager
+def _vmap_enabled() -> Iterator[None]:
+    """Makes `torch.vmap`, which flex_attention is built on, work inside an op that a dispatch mode has intercepted.
+
+    The mode's handler runs with functorch's keys excluded, and AOTAutograd installs such a mode for the first call of a
+    compiled graph, to check what its custom ops alias.
+    """
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for name, key in torch._C.DispatchKey.__members__.items():
+        if name.startswith("FuncTorch"):
+            exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        yield
 
 
 def _without_keys(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -86,12 +86,13 @@ def _call(
     if slope is None or spec.sink is not None:
         raise DeclineSite(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA needs a score of the form constant * score + bias")
     scale = spec.softmax_scale * slope
-    if scale < 0:  # torch's CPU kernel scales what is_causal masked, and -inf * scale would be +inf
+    # torch's CPU kernel scales what is_causal masked: -inf * scale must stay -inf
+    if scale < 0:
         q, scale = make(torch.neg, q), -scale
     options: dict[str, Any] = {"scale": scale}
     bias = None if known.bias is None or is_finite_const(known.bias) else known.bias  # a constant changes no weight
     nan_rows = spec.empty_row is EmptyRow.NAN and known.may_be_empty
-    if bias is None and known.is_causal and not nan_rows:
+    if bias is None and known.is_causal and not nan_rows and scale != 0:
         options["is_causal"] = True
     elif bias is not None or not known.is_full:
         key = (str(spec.keep), str(bias), spec.empty_row, q.dtype, q.device)

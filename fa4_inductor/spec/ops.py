@@ -41,7 +41,6 @@ class Op:
     symbol: str | None
     fold: Callable[..., Any]
     torch: Callable[..., Any]
-    commutative: bool = False
 
 
 def _where_fold(cond: bool, a: Any, b: Any) -> Any:
@@ -85,29 +84,29 @@ def _floor_div(a: Any, b: Any) -> Any:
 
 
 _TABLE = (
-    Op("add", 2, "numeric", None, "+", lambda a, b: a + b, torch.add, commutative=True),
+    Op("add", 2, "numeric", None, "+", lambda a, b: a + b, torch.add),
     Op("sub", 2, "numeric", None, "-", lambda a, b: a - b, torch.sub),
-    Op("mul", 2, "numeric", None, "*", lambda a, b: a * b, torch.mul, commutative=True),
+    Op("mul", 2, "numeric", None, "*", lambda a, b: a * b, torch.mul),
     Op("div", 2, "float", Kind.FLOAT, "/", _float_div, torch.div),
     Op("floordiv", 2, "numeric", Kind.INT, "//", lambda a, b: a // b, _floor_div),
     Op("mod", 2, "numeric", None, "%", lambda a, b: a % b, torch.remainder),
     Op("neg", 1, "numeric", None, "-", lambda a: -a, torch.neg),
-    Op("minimum", 2, "numeric", None, None, _nan_first(min), torch.minimum, commutative=True),
-    Op("maximum", 2, "numeric", None, None, _nan_first(max), torch.maximum, commutative=True),
+    Op("minimum", 2, "numeric", None, None, _nan_first(min), torch.minimum),
+    Op("maximum", 2, "numeric", None, None, _nan_first(max), torch.maximum),
     Op("abs", 1, "numeric", None, None, abs, torch.abs),
-    Op("eq", 2, "any", Kind.BOOL, "==", lambda a, b: a == b, torch.eq, commutative=True),
-    Op("ne", 2, "any", Kind.BOOL, "!=", lambda a, b: a != b, torch.ne, commutative=True),
+    Op("eq", 2, "any", Kind.BOOL, "==", lambda a, b: a == b, torch.eq),
+    Op("ne", 2, "any", Kind.BOOL, "!=", lambda a, b: a != b, torch.ne),
     Op("lt", 2, "numeric", Kind.BOOL, "<", lambda a, b: a < b, torch.lt),
     Op("le", 2, "numeric", Kind.BOOL, "<=", lambda a, b: a <= b, torch.le),
     Op("gt", 2, "numeric", Kind.BOOL, ">", lambda a, b: a > b, torch.gt),
     Op("ge", 2, "numeric", Kind.BOOL, ">=", lambda a, b: a >= b, torch.ge),
-    Op("and_", 2, "bool", Kind.BOOL, "&", lambda a, b: a and b, torch.logical_and, commutative=True),
-    Op("or_", 2, "bool", Kind.BOOL, "|", lambda a, b: a or b, torch.logical_or, commutative=True),
-    Op("xor", 2, "bool", Kind.BOOL, "^", lambda a, b: a != b, torch.logical_xor, commutative=True),
+    Op("and_", 2, "bool", Kind.BOOL, "&", lambda a, b: a and b, torch.logical_and),
+    Op("or_", 2, "bool", Kind.BOOL, "|", lambda a, b: a or b, torch.logical_or),
+    Op("xor", 2, "bool", Kind.BOOL, "^", lambda a, b: a != b, torch.logical_xor),
     Op("not_", 1, "bool", Kind.BOOL, "~", lambda a: not a, torch.logical_not),
-    Op("bit_and", 2, "int", Kind.INT, None, lambda a, b: a & b, torch.bitwise_and, commutative=True),
-    Op("bit_or", 2, "int", Kind.INT, None, lambda a, b: a | b, torch.bitwise_or, commutative=True),
-    Op("bit_xor", 2, "int", Kind.INT, None, lambda a, b: a ^ b, torch.bitwise_xor, commutative=True),
+    Op("bit_and", 2, "int", Kind.INT, None, lambda a, b: a & b, torch.bitwise_and),
+    Op("bit_or", 2, "int", Kind.INT, None, lambda a, b: a | b, torch.bitwise_or),
+    Op("bit_xor", 2, "int", Kind.INT, None, lambda a, b: a ^ b, torch.bitwise_xor),
     Op("where", 3, "select", None, None, _where_fold, torch.where),
     Op("to_bool", 1, "any", Kind.BOOL, None, lambda a: bool(a != 0), _to_bool),
     Op("to_int", 1, "any", Kind.INT, None, int, _to_int),

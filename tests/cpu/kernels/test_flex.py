@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.kernels.flex import attention_flex, mod_of
 from fa4_inductor.kernels.reference import attention_reference
+from fa4_inductor.runtime import ops  # noqa: F401 - registers the op
 from fa4_inductor.spec import AuxSpec, parse_expr, parse_spec
 from fa4_inductor.spec.interpret import Env, evaluate
 
@@ -49,6 +51,21 @@ def test_matches_the_reference(name):
     want = attention_reference(*q_k_v, aux, spec, [2] * spec.num_sizes, need_lse=True)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert got[0].transpose(1, 2).is_contiguous()
+
+
+class Intercepting(TorchDispatchMode):
+    """What AOTAutograd installs for the first call of a graph with custom ops."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_runs_inside_an_op_that_a_dispatch_mode_intercepts():
+    spec, q_k_v = CASES["alibi"], operands()
+    aux = aux_for(spec)
+    with Intercepting():
+        out = torch.ops.fa4_inductor._forward_without_lse(*q_k_v, aux, spec.text, [], "flex")
+    torch.testing.assert_close(out, attention_reference(*q_k_v, aux, spec)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_rows_of_minus_infinity_give_zeros():

@@ -21,8 +21,9 @@ B, HQ, HKV, SQ, SK, D, DV = 2, 4, 2, 6, 9, 16, 8
 CPU = target_for("cpu")
 
 
-def spec_of(score="score", keep="True", aux="", sizes=0, empty_row="zero") -> AttentionSpec:
-    return parse_spec(f"fa4/1; aux={aux}; sizes={sizes}; scale=0.3; score={score}; keep={keep}; empty_row={empty_row}")
+def spec_of(score="score", keep="True", aux="", sizes=0, empty_row="zero", scale=0.3) -> AttentionSpec:
+    text = f"aux={aux}; sizes={sizes}; scale={scale}; score={score}; keep={keep}; empty_row={empty_row}"
+    return parse_spec(f"fa4/1; {text}")
 
 
 CASES = {  # spec, options of the SDPA call, shape of the mask
@@ -30,6 +31,7 @@ CASES = {  # spec, options of the SDPA call, shape of the mask
     "scaled": (spec_of("score * 2.0 + 1.0"), set(), None),
     "causal": (spec_of(keep="kv_idx <= q_idx"), {"is_causal"}, None),
     "negative": (spec_of("score * -2.0", "kv_idx <= q_idx"), {"is_causal"}, None),
+    "scale 0": (spec_of(keep="kv_idx <= q_idx", scale=0.0), {"attn_mask"}, (1, 1, SQ, SK)),
     "negative padding": (spec_of("score * -1.0", "aux0[b, kv_idx]", "bool[2]"), {"attn_mask"}, (B, 1, 1, SK)),
     "bottom right": (spec_of(keep="kv_idx <= q_idx + (seqlen_k - seqlen_q)"), {"attn_mask"}, (1, 1, SQ, SK)),
     "padding": (spec_of(keep="aux0[b, kv_idx]", aux="bool[2]"), {"attn_mask"}, (B, 1, 1, SK)),
