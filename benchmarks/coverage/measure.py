@@ -103,8 +103,8 @@ def measure(job: Job) -> Record:
     record: Record = dict(status="skip")
     try:
         case = build(job.model, getattr(torch, job.dtype), job.padding, job.cache)
-        exact = _reference(case, record)
         case = dataclasses.replace(case, model=case.with_attention(job.impl))
+        exact = _reference(case, record)
         sites = Sites(case.model)
         with FusedCalls(sites), sites:
             run(case.model, case.inputs)
@@ -126,7 +126,8 @@ def measure(job: Job) -> Record:
 
 
 def _reference(case: Case, record: Record) -> list[Tensor]:
-    """The outputs to compare with: eager, in float32. Notes eager's own error and randomness."""
+    """The outputs to compare with: the same attention uncompiled, in float32. Notes its error in the model's own dtype
+    and its randomness."""
     eager = exact = outputs(run(case.model, case.inputs), case.inputs)
     if not eager:
         raise ValueError("no floating outputs")
