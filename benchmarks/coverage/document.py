@@ -27,7 +27,8 @@ _INTRO = """# Supported models
 Every architecture of transformers that can be built from its config class alone, tiny and with random weights: how many
 softmax(QKᵀ)V sites it runs, how many of them backend "fa4" understands and runs as one op, and as which program.
 Each fused model is compared with its own uncompiled run with the same attention. The sites are counted by following
-tensors through that run (`benchmarks/coverage/sites.py`), not by the backend that is measured. No architecture is known to the backend by name.
+tensors through that run (`benchmarks/coverage/sites.py`), not by the backend that is measured. No architecture is
+known to the backend by name.
 
 Here every understood site runs through the readable reference implementation on a CPU; what the kernel for Hopper
 takes on a GPU is said in the [README](../README.md). Numbers in programs are those of the tiny configs
