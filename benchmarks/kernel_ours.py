@@ -114,7 +114,7 @@ def keys_of(case: Case, overrides: Overrides) -> list[CompileKey]:
     with (
         mock.patch.object(targets, "target_for", lambda device: hopper),
         mock.patch.object(launch, "_DEVICES", ("meta",)),
-        mock.patch.object(torch.cuda, "current_device", lambda: None),
+        mock.patch.object(launch, "current_device", lambda: None),
     ):
         aux = PROGRAMS[case.program].make_aux(case, "meta")
         _run_op(case, make_operands(case, "meta"), aux, overrides, get_kernel, [])

@@ -24,6 +24,7 @@ from fa4_inductor.errors import DeclineReason, DeclineSite, StrictModeError
 from fa4_inductor.patterns import find_sites
 from fa4_inductor.patterns.match import AttentionMatch
 from fa4_inductor.rewrite import Splicer
+from fa4_inductor.runtime.direct import call_directly
 from fa4_inductor.settings import Settings, split_options
 
 _log = log.get_logger(__name__)
@@ -109,6 +110,7 @@ def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, An
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
+    call_directly()
     return compile_fx(gm, list(example_inputs), config_patches=patches or None)
 
 

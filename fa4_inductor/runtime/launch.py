@@ -1,4 +1,4 @@
-"""From the op to a kernel, on every call. Plans are made once; a call does one dict look-up and one launch."""
+"""From the op to a kernel, on every call. Plans are made once; a call does one dict look-up, one allocation, one launch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fa4_inductor import log
 from fa4_inductor.errors import KernelUnavailable
-from fa4_inductor.lowering.aux_layout import TMA_ALIGNMENT, dense_slots, has_unit_stride, streamed_slots, suits_tma
+from fa4_inductor.lowering.aux_layout import TMA_ALIGNMENT, dense_slots, streamed_slots
 from fa4_inductor.lowering.config_table import LONG_SEQLEN_Q
+from fa4_inductor.runtime.operands import aligned, has_readable_strides, kernel_aux, regular_aux
 from fa4_inductor.settings import Settings
 from fa4_inductor.spec import AttentionSpec, parse_spec
 
@@ -55,10 +56,26 @@ class PlanKey(NamedTuple):
     regular: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Known:
+    """A plan for operands of known shapes and strides that TMA can read: what is left is the tensors' addresses.
+
+    `out`, `lse`: (shape, strides, dtype) of the outputs, for `allocate`, which allocates on the current device.
+    """
+
+    plan: Plan
+    device_index: int | None
+    allocate: Callable[..., Tensor]
+    out: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    lse: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
+
+
 _plans: dict[PlanKey, Plan | None] = {}
-# Plans again, by shapes that have passed the checks: the look-up of every launch. Bounded, since lengths vary.
-_checked: dict[tuple[Any, ...], Plan] = {}
-_MAX_CHECKED = 4096
+# By program, shapes and strides: the look-up of every launch. Bounded, since lengths vary.
+_known: dict[tuple[Any, ...], Known] = {}
+_MAX_KNOWN = 4096
+# torch.cuda.current_device initialises CUDA first, which a CUDA tensor in hand has done.
+current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def forward(
@@ -103,9 +120,9 @@ def _forward(
 ) -> Outputs:
     """(out, lse). lse may be None unless it is needed: an empty tensor costs a quarter of the launch."""
     if implementation == "cute":
-        plan = _checked.get((program, q.shape, k.shape, v.shape, q.dtype, q.device, need_lse))
-        if plan is not None:
-            return _launch(plan, q, k, v, aux, sizes, need_lse)
+        known = _known.get(_operands_key(q, k, v, program, need_lse))
+        if known is not None:
+            return _launch_known(known, q, k, v, aux, sizes)
     _check(q, k, v, aux)
     run = _RUN.get(implementation)
     if run is None:
@@ -161,14 +178,51 @@ def _run_cute(
 ) -> Outputs:
     group, long_q = q.shape[1] // max(k.shape[1], 1), q.shape[2] >= LONG_SEQLEN_Q
     spec = _spec(program)
-    regular = _regular_aux(dense_slots(spec), streamed_slots(spec), aux) is not None
+    regular = regular_aux(dense_slots(spec), streamed_slots(spec), aux) is not None
     plan = _plan(PlanKey(program, q.dtype, q.shape[3], v.shape[3], group, q.device, need_lse, long_q, regular))
     if plan is None:
         return _RUN["reference"](q, k, v, aux, program, sizes, need_lse)
-    if len(_checked) >= _MAX_CHECKED:
-        _checked.clear()
-    _checked[program, q.shape, k.shape, v.shape, q.dtype, q.device, need_lse] = plan
+    known = _make_known(plan, q, k, v, need_lse)
+    if known is not None:
+        if len(_known) >= _MAX_KNOWN:
+            _known.clear()
+        _known[_operands_key(q, k, v, program, need_lse)] = known
     return _launch(plan, q, k, v, aux, sizes, need_lse)
+
+
+def _operands_key(q: Tensor, k: Tensor, v: Tensor, program: str, need_lse: bool) -> tuple[Any, ...]:
+    strides = (q.stride(), k.stride(), v.stride())
+    return program, need_lse, q.shape, k.shape, v.shape, strides, q.dtype, k.dtype, v.dtype, q.device
+
+
+def _make_known(plan: Plan, q: Tensor, k: Tensor, v: Tensor, need_lse: bool) -> Known | None:
+    """None for operands that need more than a launch."""
+    batch, heads, seqlen_q, _ = q.shape
+    if not (batch and heads and seqlen_q and k.shape[2]) or not all(map(has_readable_strides, (q, k, v))):
+        return None
+    head_dim_v = v.shape[3]
+    row = heads * head_dim_v
+    out = (batch, heads, seqlen_q, head_dim_v), (seqlen_q * row, head_dim_v, row, 1), q.dtype
+    lse = ((batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), torch.float32) if need_lse else None
+    return Known(plan, q.device.index, _allocator(q.device), out, lse)
+
+
+@functools.cache
+def _allocator(device: torch.device) -> Callable[..., Tensor]:
+    """`(shape, strides, dtype) -> tensor` on the current device of this kind, as Inductor's wrappers allocate."""
+    fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    return fast or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device))
+
+
+def _launch_known(
+    known: Known, q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], sizes: Sequence[int]
+) -> Outputs:
+    misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT
+    if misaligned or current_device() != known.device_index:
+        return _launch(known.plan, q, k, v, aux, sizes, known.lse is not None)
+    out = known.allocate(*known.out)
+    lse = known.allocate(*known.lse) if known.lse is not None else None
+    return _run_kernel(known.plan, q, k, v, aux, sizes, out, lse)
 
 
 def _plan(key: PlanKey) -> Plan | None:
@@ -182,7 +236,7 @@ def _plan(key: PlanKey) -> Plan | None:
 def _launch(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], sizes: Sequence[int], need_lse: bool
 ) -> Outputs:
-    """One launch on the current stream of q's device."""
+    """One launch on the current stream of q's device, for operands of any shape and layout."""
     batch, heads, seqlen_q, _ = q.shape
     out = q.new_empty((batch, seqlen_q, heads, v.shape[3])).transpose(1, 2)
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32) if need_lse else None
@@ -190,44 +244,36 @@ def _launch(
         return out, lse
     if not k.shape[2]:
         return _fill_without_keys(plan, q, k, v, aux, sizes, out, lse)
-    kernel_aux = _kernel_aux(plan, aux, q.device) if aux else None
-    if plan.streamed and kernel_aux is not None:
-        kernel_aux = _regular_aux(plan.dense, plan.streamed, kernel_aux)
-        if kernel_aux is None:
-            return _launch_irregular(plan, q, k, v, aux, sizes, need_lse)
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    if q.device.index == current_device():
+        return _run_kernel(plan, q, k, v, aux, sizes, out, lse)
+    with torch.cuda.device(q.device):
+        return _run_kernel(plan, q, k, v, aux, sizes, out, lse)
+
+
+def _run_kernel(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    aux: Sequence[Tensor],
+    sizes: Sequence[int],
+    out: Tensor,
+    lse: Tensor | None,
+) -> Outputs:
+    """(out, lse), filled by the kernel on the current device."""
+    passed = kernel_aux(aux, q.device, plan.bool_aux) if aux else None
+    if plan.streamed and passed is not None:
+        passed = regular_aux(plan.dense, plan.streamed, passed)
+        if passed is None:
+            return _launch_irregular(plan, q, k, v, aux, sizes, lse is not None)
     v_mean = torch.mean(v, 2, dtype=torch.float32) if plan.needs_v_mean else None
-    arguments = (
-        aligned(q), aligned(k), aligned(v), out, lse, v_mean, plan.softmax_scale,
-        kernel_aux, tuple(sizes) if sizes else None,
-    )  # fmt: skip
     try:
-        if q.device.index == torch.cuda.current_device():
-            plan.kernel(*arguments)
-        else:
-            with torch.cuda.device(q.device):
-                plan.kernel(*arguments)
+        plan.kernel(q, k, v, out, lse, v_mean, plan.softmax_scale, passed, tuple(sizes) if sizes else None)
     except Exception as error:
         _abandon(plan, error)
-        return _RUN["reference"](q, k, v, aux, plan.spec.text, sizes, need_lse)
+        return _RUN["reference"](q, k, v, aux, plan.spec.text, sizes, lse is not None)
     return out, lse
-
-
-def _regular_aux(dense: tuple[int, ...], streamed: tuple[int, ...], aux: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    """`aux` with strides of 1 and for TMA in these slots; None where some tensor has others."""
-    views = list(aux)
-    for slot in streamed:
-        t = views[slot]
-        view = _readable(t) if slot in dense else t if t.stride(-1) == 1 else _with_unit_stride(t)
-        if view is None:
-            return None
-        views[slot] = view
-    return tuple(views)
-
-
-def _with_unit_stride(t: Tensor) -> Tensor | None:
-    if not has_unit_stride(t.stride(), t.shape):
-        return None
-    return t.as_strided(t.shape, (*t.stride()[:-1], 1), t.storage_offset())
 
 
 def _launch_irregular(
@@ -250,8 +296,8 @@ def _abandon(plan: Plan, error: Exception) -> None:
     log.warn_once(cause, "Attention runs in eager torch instead; `python -m fa4_inductor doctor` shows what is missing")
     for key in [key for key, known in _plans.items() if known is plan]:
         _plans[key] = None
-    for shapes in [shapes for shapes, known in _checked.items() if known is plan]:
-        del _checked[shapes]
+    for operands in [operands for operands, known in _known.items() if known.plan is plan]:
+        del _known[operands]
 
 
 def _fill_without_keys(
@@ -268,28 +314,6 @@ def _fill_without_keys(
     if lse is not None and plan.spec.sink is not None:
         return _RUN["reference"](q, k, v, aux, plan.spec.text, sizes, True)
     return out.zero_(), None if lse is None else lse.fill_(-torch.inf)
-
-
-def _kernel_aux(plan: Plan, aux: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    moved = [t if t.device == device else t.to(device) for t in aux]
-    return tuple([t.view(torch.uint8) if t.dtype is torch.bool else t for t in moved] if plan.bool_aux else moved)
-
-
-def aligned(t: Tensor) -> Tensor:
-    """`t` (B, H, S, D) itself when TMA can read it, else the same values where it can."""
-    s0, s1, s2, s3 = t.stride()
-    if s3 == 1 and not (s0 | s1 | s2) * t.itemsize % TMA_ALIGNMENT and not t.data_ptr() % TMA_ALIGNMENT:
-        return t
-    view = _readable(t)
-    return t.clone(memory_format=torch.contiguous_format) if view is None else view
-
-
-def _readable(t: Tensor) -> Tensor | None:
-    """`t` for TMA: itself, a view when only strides of dimensions of size 1 are in the way, or None."""
-    if t.data_ptr() % TMA_ALIGNMENT or not suits_tma(t.stride(), t.shape, t.itemsize):
-        return None
-    strides = (*(s if n > 1 else TMA_ALIGNMENT for s, n in zip(t.stride()[:-1], t.shape)), 1)
-    return t if strides == t.stride() else t.as_strided(t.shape, strides, t.storage_offset())
 
 
 def _make_plan(key: PlanKey) -> Plan | None:
@@ -331,7 +355,7 @@ def prepare(kernel: Callable[..., None], key: PlanKey, dense_aux: bool = False, 
 def clear_plans() -> None:
     """Forget plans (tests, and after settings changed)."""
     _plans.clear()
-    _checked.clear()
+    _known.clear()
 
 
 _RUN: dict[str, Callable[..., Outputs]] = {

@@ -19,6 +19,7 @@ from torch import Tensor
 from fa4_inductor.runtime import launch
 
 NAMESPACE = "fa4_inductor"
+NAMESPACE_PATH = f"torch.ops.{NAMESPACE}"
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor[] aux, str program, SymInt[] sizes, str implementation"
 # Stride order, not exact strides: Inductor may then skip copies, and the launch copes with every stride.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -67,3 +68,10 @@ torch.library.register_fake(f"{NAMESPACE}::_forward_without_lse", _out_fake, lib
 
 ATTENTION = torch.ops.fa4_inductor.attention.default
 FORWARD = torch.ops.fa4_inductor._forward.default
+# What generated code calls instead of an op (`runtime.direct`): attributes of the namespace, which it finds with torch.
+IMPLEMENTATIONS = {
+    FORWARD: "launch_forward",
+    torch.ops.fa4_inductor._forward_without_lse.default: "launch_forward_without_lse",
+}
+torch.ops.fa4_inductor.launch_forward = launch.forward
+torch.ops.fa4_inductor.launch_forward_without_lse = launch.forward_without_lse

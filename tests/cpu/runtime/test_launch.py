@@ -1,5 +1,6 @@
 """Launch: operand checks, alignment, empty problems and argument order, with a recording kernel."""
 
+import contextlib
 import logging
 
 import pytest
@@ -36,7 +37,7 @@ def plan_of(spec, needs_v_mean=False):
 @pytest.fixture(autouse=True)
 def current_device(monkeypatch):
     launch.clear_plans()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as DEV.index
+    monkeypatch.setattr(launch, "current_device", lambda: None)  # as DEV.index
     yield
     launch.clear_plans()
 
@@ -81,17 +82,49 @@ def test_a_plan_is_found_by_shape_after_its_checks(monkeypatch):
     recorder, made = Recorder(), []
     plan, recorder = plan_of(AttentionSpec(0.5))
     monkeypatch.setattr(launch, "_make_plan", lambda *key: made.append(key) or plan)
-    monkeypatch.setattr(launch, "_MAX_CHECKED", 2)
+    monkeypatch.setattr(launch, "_MAX_KNOWN", 2)
     program = plan.spec.text
     for length in (3, 3, 4, 5, 6, 3):
         launch.forward(*operands(sk=length), [], program, [], "cute", False)
-    assert len(recorder.calls) == 6 and len(made) == 1 and len(launch._checked) <= 2
+    assert len(recorder.calls) == 6 and len(made) == 1 and len(launch._known) <= 2
     with pytest.raises(ValueError, match="do not fit"):
         q, k, v = operands()
         launch.forward(q, k[:, :, :2], v, [], program, [], "cute", False)
     launch.clear_plans()
     launch.forward(*operands(), [], program, [], "cute", False)
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("need_lse", [False, True])
+def test_the_short_way_makes_the_same_call(need_lse):
+    """Shapes and strides seen before, at any address."""
+    recorder, spec = Recorder(), AttentionSpec(0.5)
+    launch.prepare(recorder, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, need_lse, False, True))
+    args = operands()
+    storage = torch.zeros(args[1].numel() + 1, dtype=torch.float16)
+    odd = storage[1:].view_as(args[1]).copy_(args[1])
+    for k in (args[1], args[1], odd):
+        out, lse = launch.forward(args[0], k, args[2], [], spec.text, [], "cute", need_lse)
+        assert out.shape == (2, 4, 3, 16) and out.transpose(1, 2).is_contiguous() and out.dtype is torch.float16
+        assert lse.shape == ((2, 4, 3) if need_lse else (0,)) and lse.dtype is torch.float32
+    first, second, third = recorder.calls
+    assert len(launch._known) == 1
+    for call in (second, third):
+        assert call[5:] == first[5:] and (call[4] is None) == (not need_lse)
+        assert all(torch.equal(a, b) for a, b in zip(call[:3], first[:3]))
+        assert [t.stride() for t in call[:4]] == [t.stride() for t in first[:4]]
+    assert second[1] is args[1] and third[1].data_ptr() % 16 == 0
+
+
+def test_on_another_device_the_short_way_is_not_taken(monkeypatch):
+    recorder, spec, entered = Recorder(), AttentionSpec(0.5), []
+    launch.prepare(recorder, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, False, False, True))
+    args = operands()
+    launch.forward(*args, [], spec.text, [], "cute", False)
+    monkeypatch.setattr(launch, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext())
+    launch.forward(*args, [], spec.text, [], "cute", False)
+    assert entered == [DEV] and len(recorder.calls) == 2
 
 
 def test_a_plan_built_ahead_is_used(monkeypatch):

@@ -1,0 +1,56 @@
+"""Operands as the kernels read them: TMA wants 16-byte addresses and strides, and an innermost stride of 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fa4_inductor.lowering.aux_layout import TMA_ALIGNMENT, has_unit_stride, suits_tma
+
+
+def aligned(t: Tensor) -> Tensor:
+    """`t` (B, H, S, D) itself when TMA can read it, else the same values where it can."""
+    if has_readable_strides(t) and not t.data_ptr() % TMA_ALIGNMENT:
+        return t
+    view = _readable(t)
+    return t.clone(memory_format=torch.contiguous_format) if view is None else view
+
+
+def has_readable_strides(t: Tensor) -> bool:
+    """Whether TMA can read `t` (B, H, S, D) as it is, wherever it begins."""
+    s0, s1, s2, s3 = t.stride()
+    return s3 == 1 and not (s0 | s1 | s2) * t.itemsize % TMA_ALIGNMENT
+
+
+def _readable(t: Tensor) -> Tensor | None:
+    """`t` for TMA: itself, a view when only strides of dimensions of size 1 are in the way, or None."""
+    if t.data_ptr() % TMA_ALIGNMENT or not suits_tma(t.stride(), t.shape, t.itemsize):
+        return None
+    strides = (*(s if n > 1 else TMA_ALIGNMENT for s, n in zip(t.stride()[:-1], t.shape)), 1)
+    return t if strides == t.stride() else t.as_strided(t.shape, strides, t.storage_offset())
+
+
+def kernel_aux(aux: Sequence[Tensor], device: torch.device, any_bool: bool) -> tuple[Tensor, ...]:
+    """`aux` on the device, bool tensors as uint8 views."""
+    moved = [t if t.device == device else t.to(device) for t in aux]
+    return tuple([t.view(torch.uint8) if t.dtype is torch.bool else t for t in moved] if any_bool else moved)
+
+
+def regular_aux(dense: tuple[int, ...], streamed: tuple[int, ...], aux: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    """`aux` with strides of 1 and for TMA in these slots; None where some tensor has others."""
+    views = list(aux)
+    for slot in streamed:
+        t = views[slot]
+        view = _readable(t) if slot in dense else t if t.stride(-1) == 1 else _with_unit_stride(t)
+        if view is None:
+            return None
+        views[slot] = view
+    return tuple(views)
+
+
+def _with_unit_stride(t: Tensor) -> Tensor | None:
+    if not has_unit_stride(t.stride(), t.shape):
+        return None
+    return t.as_strided(t.shape, (*t.stride()[:-1], 1), t.storage_offset())
