@@ -23,7 +23,7 @@ import torch._functorch.config
 import torch._inductor.config
 from torch.nn.functional import scaled_dot_product_attention
 
-from fa4_inductor.runtime import launch, ops
+from fa4_inductor.runtime import launch
 from fa4_inductor.spec import parse_spec
 
 CALLS, ROUNDS, LONG = 20, 60, 17
