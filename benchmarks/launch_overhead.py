@@ -3,8 +3,8 @@
     python benchmarks/launch_overhead.py
 
 On a Hopper GPU: wall time per enqueued call (B1 H8 S128 D64, causal), which the GPU keeps up with, with scaled dot
-product attention and flash-attn-4 beside it. Elsewhere: CPU time per call around a kernel that does nothing. A call in a
-compiled graph is what a graph of 17 takes more than a graph of one. Minimum and median of interleaved batches.
+product attention and flash-attn-4 beside it. Elsewhere: CPU time per call around a kernel that does nothing. A call in
+a compiled graph is what a graph of 17 takes more than a graph of one. Minimum and median of interleaved batches.
 """
 
 from __future__ import annotations
@@ -61,9 +61,16 @@ def subjects(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[dict[st
     # the same graph is lowered in two ways
     torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
     arguments = ([], PROGRAM, [], "cute")
-    attend = lambda q, k, v: NO_LSE(q, k, v, *arguments)
-    again = lambda q, k, v: NO_LSE(q, k, v, *arguments)  # not attend: Dynamo would find its graphs
-    sdpa = lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return NO_LSE(q, k, v, *arguments)
+
+    def again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return NO_LSE(q, k, v, *arguments)  # not `attend`, whose graphs Dynamo would find
+
+    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
     graphs: dict[str, Callable[..., torch.Tensor]] = {}
     timed: dict[str, Call] = {
         "op": lambda: attend(q, k, v),

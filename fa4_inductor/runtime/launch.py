@@ -1,4 +1,4 @@
-"""From the op to a kernel, on every call. Plans are made once; a call does one dict look-up, one allocation, one launch."""
+"""From the op to a kernel, on every call. Plans are made once; a call looks one up, allocates and launches."""
 
 from __future__ import annotations
 
