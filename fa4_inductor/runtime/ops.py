@@ -68,10 +68,8 @@ torch.library.register_fake(f"{NAMESPACE}::_forward_without_lse", _out_fake, lib
 
 ATTENTION = torch.ops.fa4_inductor.attention.default
 FORWARD = torch.ops.fa4_inductor._forward.default
+FORWARD_WITHOUT_LSE = torch.ops.fa4_inductor._forward_without_lse.default
 # What generated code calls instead of an op (`runtime.direct`): attributes of the namespace, which it finds with torch.
-IMPLEMENTATIONS = {
-    FORWARD: "launch_forward",
-    torch.ops.fa4_inductor._forward_without_lse.default: "launch_forward_without_lse",
-}
+IMPLEMENTATIONS = {FORWARD: "launch_forward", FORWARD_WITHOUT_LSE: "launch_forward_without_lse"}
 torch.ops.fa4_inductor.launch_forward = launch.forward
 torch.ops.fa4_inductor.launch_forward_without_lse = launch.forward_without_lse
