@@ -69,7 +69,7 @@ def _run_op(
         return lambda *arguments: (calls.append((kernel, arguments)), kernel(*arguments))
 
     strict = mock.patch.dict(os.environ, {"FA4_INDUCTOR_STRICT": "1"})
-    with _overridden(overrides), strict, mock.patch.object(compiler, "get_kernel", recorded):
+    with overridden(overrides), strict, mock.patch.object(compiler, "get_kernel", recorded):
         launch.clear_plans()
         out = launch.forward_without_lse(*operands, kernel_aux, prepared.spec.text, sizes, "cute")
         launch.clear_plans()
@@ -77,7 +77,7 @@ def _run_op(
 
 
 @contextlib.contextmanager
-def _overridden(overrides: Overrides) -> Iterator[None]:
+def overridden(overrides: Overrides) -> Iterator[None]:
     """The table of configurations with some fields replaced."""
     select = compiler.select_config
 

@@ -1,4 +1,4 @@
-"""Aux tensors that a prepared spec wants computed in the graph: distance tables and narrowed integers."""
+"""Aux tensors that a prepared spec wants computed in the graph: distance tables, narrowed integers, tile maps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from fa4_inductor.kernels.contract import widened
 from fa4_inductor.kernels.graph_values import GraphValues, Memo
 from fa4_inductor.lowering.hoist import materialise
 from fa4_inductor.lowering.prepare import Prepared
+from fa4_inductor.lowering.tile_map import map_source
+from fa4_inductor.spec import AttentionSpec
 
 Make = Callable[..., Any]
 _INT32 = torch.iinfo(torch.int32)
@@ -53,6 +55,46 @@ def build_aux(
         else sources[s]
         for i, s in enumerate(prepared.slots)
     ]
+
+
+def build_tile_map(
+    graph: fx.Graph,
+    spec: AttentionSpec,
+    q: fx.Node,
+    k: fx.Node,
+    aux: Sequence[fx.Node],
+    sizes: Sequence[fx.Node | int],
+    like: fx.Node,
+    memo: Memo | None = None,
+) -> fx.Node:
+    """The node of the tile map that `spec` names, one for all layers with this mask and tile.
+
+    Args:
+        aux, sizes: of the spec, without the map itself. q, k, like, memo: as in `build_aux`.
+    """
+    values, memo = GraphValues(graph, like), {} if memo is None else memo
+    source, tiles = map_source(spec), spec.tile_map
+    assert tiles is not None
+    used = [aux[slot] for slot in source.slots]
+    numbers = [sizes[i] for i in source.sizes]
+    batch = values.length(q, 0) if source.by_batch else 1
+    heads = values.length(q, 1) if source.by_head else 1
+    lengths = (batch, heads, values.length(q, 2), values.length(k, 2))
+    known = tuple(n if isinstance(n, int) else str(values.value_of(n)) for n in lengths)
+    key = ("tile_map", source.program, tiles, known, tuple(used), tuple(numbers))
+    return values.shared(
+        memo,
+        key,
+        lambda: values.make(
+            torch.ops.fa4_inductor.tile_map.default,
+            [values.wrap(t) for t in used],
+            source.program,
+            [values.number(n) for n in numbers],
+            *lengths,
+            tiles.tile_m,
+            tiles.tile_n,
+        ),
+    )
 
 
 def eager_aux(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, aux: Sequence[torch.Tensor]) -> list[torch.Tensor]:

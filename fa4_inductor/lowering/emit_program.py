@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fa4_inductor.analysis.facts import AttentionFacts
 from fa4_inductor.analysis.parts import Stage, drop_row_constants, stage
+from fa4_inductor.analysis.tile_test import tile_test
 from fa4_inductor.lowering.emit_expr import LOG2_E, Writer, bare, clamp_loads, exact_nodes, group_by_stage
 from fa4_inductor.lowering.log2_score import SHIFT, log2_score, scaled
 from fa4_inductor.spec.attention import AttentionSpec
@@ -33,6 +34,9 @@ _ARGUMENTS = {
     "kv_full": "ctx, b, h, q_lo, q_hi",
     "sink": "ctx, b, h, q_idx",
     "dense_index": "ctx, b, h",
+    "row_values": "ctx, b, h, q_idx",
+    "column_values": "ctx, b, h, kv_idx",
+    "tile_test": "ctx, b, h, q_lo, q_hi, kv_lo, kv_hi, rows, columns",
 }
 _PER_ELEMENT = ("score", "shifted_score", "keep")
 _HEADER = """\
@@ -59,6 +63,7 @@ class _Roots:
     dense: tuple[Expr, ...] = ()
     shifted: Expr | None = None
     unit_stride: tuple[int, ...] = ()
+    tile_map: int | None = None
     exact: frozenset[Expr] = field(default_factory=frozenset)
 
     @property
@@ -74,12 +79,14 @@ def emit_program(
     fast_math: bool = True,
     dense: tuple[Expr, ...] = (),
     unit_stride: tuple[int, ...] = (),
+    use_tile_map: bool = False,
 ) -> str:
     """Module text for `spec`; equal arguments give equal text.
 
     Args:
         dense: loads of the spec (lowering.aux_layout) that the kernel brings in as tiles.
         unit_stride: aux slots of tensors with an innermost stride of 1.
+        use_tile_map: read the spec's tile map, whose tiles are those of the kernel.
         need_lse: keep the terms that shift the LSE without changing the output.
         fast_math: logits through the special function unit, with tanh good to 2^-11 (relative); False computes tanh,
             exp, log and divisions exactly, at several times their cost.
@@ -87,7 +94,9 @@ def emit_program(
     Raises:
         ProgramError: an integer constant does not fit into int32 arithmetic.
     """
-    roots = dataclasses.replace(_roots(spec, facts, need_lse, fast_math, dense), unit_stride=unit_stride)
+    slot = spec.tile_map.slot if use_tile_map and spec.tile_map is not None else None
+    roots = _roots(spec, facts, need_lse, fast_math, dense, columns_apart=slot is None)
+    roots = dataclasses.replace(roots, unit_stride=unit_stride, tile_map=slot)
     parts = [f'"""{spec.text}"""\n\n{_HEADER}', _flags(spec, facts, roots)]
     stages, given = _staged(spec, roots)
     parts += stages
@@ -108,6 +117,28 @@ def emit_program(
     return "\n\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
+def emit_tile_test(spec: AttentionSpec, facts: AttentionFacts, *, unit_stride: tuple[int, ...] = ()) -> str:
+    """Module text for the kernel that finds out which tiles of the mask `spec.keep` are empty, mixed or full: a program
+    with the functions of `analysis.tile_test`.
+
+    Raises:
+        ProgramError: as `emit_program`.
+    """
+    test = tile_test(facts.keep)
+    rows, columns = ([_prepared(e) for e in values] for values in (test.rows, test.columns))
+    results = [_prepared(e) for e in (test.possible, test.certain)]
+    exact = exact_nodes([], [*rows, *columns, *results])
+    roots = dataclasses.replace(_roots(spec, facts, False, True, ()), unit_stride=unit_stride, exact=exact)
+    parts = [
+        emit_program(spec, facts, unit_stride=unit_stride),
+        f"TEST_ELEMENTS = {test.elements}\n",
+        _function("row_values", rows, spec, roots, {}, as_tuple=True),
+        _function("column_values", columns, spec, roots, {}, as_tuple=True),
+        _function("tile_test", results, spec, roots, {}),
+    ]
+    return "\n\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
 def write_program(text: str, digest: str, directory: Path) -> Path:
     """Write a program module as `directory/fa4_program_<digest>.py`, atomically, and return its path.
 
@@ -125,17 +156,23 @@ def write_program(text: str, digest: str, directory: Path) -> Path:
 
 
 def _roots(
-    spec: AttentionSpec, facts: AttentionFacts, need_lse: bool, fast_math: bool, dense: tuple[Expr, ...]
+    spec: AttentionSpec,
+    facts: AttentionFacts,
+    need_lse: bool,
+    fast_math: bool,
+    dense: tuple[Expr, ...],
+    columns_apart: bool = True,
 ) -> _Roots:
+    """columns_apart: full tiles may have dropped columns, which `keep_column` tells; those of a tile map have none."""
     shifted = spec.score if need_lse or spec.sink is not None else drop_row_constants(spec.score)
     # The kernel takes the maximum of raw products where nothing is to be computed, which a negative scale turns around.
     plain = shifted is score() and spec.softmax_scale > 0
     raw = _of_raw_product(shifted, spec.softmax_scale)
     logit = shifted if plain else _prepared(log2_score(raw), dense)
     with_shift = None if plain else _prepared(log2_score(raw, SHIFT), dense)
-    keep, column = _prepared(facts.keep, dense), _prepared(facts.column)
+    keep, column = _prepared(facts.keep, dense), _prepared(facts.column) if columns_apart else TRUE
     sink = None if spec.sink is None else _prepared(scaled(spec.sink, LOG2_E))
-    ranges = [_prepared(e) for e in (*facts.kv_range, *facts.kv_full_rest)]
+    ranges = [_prepared(e) for e in (*facts.kv_range, *(facts.kv_full_rest if columns_apart else facts.kv_full))]
     logits = [e for e in (logit, with_shift, sink) if e is not None]
     exact = exact_nodes(logits, [keep, column, *ranges] if fast_math else [keep, column, *ranges, *logits])
     kv_range, kv_full = (ranges[0], ranges[1]), (ranges[2], ranges[3])
@@ -168,6 +205,8 @@ def _flags(spec: AttentionSpec, facts: AttentionFacts, roots: _Roots) -> str:
         flags["DENSE"] = tuple(load.value for load in roots.dense)
     if roots.unit_stride:
         flags["UNIT_STRIDE"] = roots.unit_stride
+    if roots.tile_map is not None:
+        flags["TILE_MAP"] = roots.tile_map
     return "\n".join(f"{name} = {_literal(value)}" for name, value in flags.items())
 
 

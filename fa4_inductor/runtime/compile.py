@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import json
 import os
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from fa4_inductor.errors import KernelUnavailable
 from fa4_inductor.lowering.aux_layout import dense_bytes, dense_loads, streamed_slots
 from fa4_inductor.lowering.config import KernelConfig
 from fa4_inductor.lowering.config_table import select_config
-from fa4_inductor.lowering.emit_program import emit_program, write_program
+from fa4_inductor.lowering.emit_program import emit_program, emit_tile_test, write_program
 from fa4_inductor.runtime.cache import KernelCache
 from fa4_inductor.runtime.key import CompileKey, toolchain_versions
 from fa4_inductor.runtime.target import Target
@@ -37,6 +38,7 @@ from fa4_inductor.spec.expr import Expr, const, score
 Kernel = Callable[..., Any]
 NEEDS = "nvidia-cutlass-dsl 4.8 and apache-tvm-ffi"
 _SYMBOL = "fa4_forward"
+_TILE_MAP = "tile_map"
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # CuTe-DSL keeps the module under construction in process-wide state: two threads compiling at once crash the process.
 _compile_lock = threading.Lock()
@@ -73,10 +75,7 @@ def forward_key(
     spec = parse_spec(program)
     if spec.softmax_scale <= 0:
         raise KernelUnavailable(f"the CuTe-DSL kernel needs a positive softmax scale, this is {spec.softmax_scale}")
-    loads = dense_loads(spec) if regular else ()
-    config = _config(spec, head_dim, head_dim_v, long_q, loads)
-    if config is None and loads:
-        loads, config = (), _config(spec, head_dim, head_dim_v, long_q, ())
+    config, loads = forward_config(spec, head_dim, head_dim_v, long_q=long_q, regular=regular)
     if config is None:
         raise KernelUnavailable(f"the CuTe-DSL kernel has no configuration for head dims {head_dim}, {head_dim_v}")
     sizes = (head_dim, head_dim_v, group)
@@ -84,6 +83,17 @@ def forward_key(
         program, _DTYPES[dtype], *sizes, need_lse, target.arch, target.sm_count, config.text,
         regular and bool(streamed_slots(spec)), bool(loads),
     )  # fmt: skip
+
+
+def forward_config(
+    spec: AttentionSpec, head_dim: int, head_dim_v: int, *, long_q: bool, regular: bool
+) -> tuple[KernelConfig | None, tuple[Expr, ...]]:
+    """The configuration of a forward kernel, None where there is none, and the dense loads that come by TMA."""
+    loads = dense_loads(spec) if regular else ()
+    config = _config(spec, head_dim, head_dim_v, long_q, loads)
+    if config is None and loads:
+        return _config(spec, head_dim, head_dim_v, long_q, ()), ()
+    return config, loads
 
 
 def _config(
@@ -94,6 +104,25 @@ def _config(
         head_dim, head_dim_v, not known.is_full, plain, len(spec.aux),
         windowed=known.kv_range[0] is not const(0), long_q=long_q, dense_bytes=dense_bytes(spec, loads),
     )  # fmt: skip
+
+
+def tile_map_key(program: str, tile_m: int, tile_n: int, target: Target, *, regular: bool) -> CompileKey:
+    """The key of the kernel that makes the tile map of a mask.
+
+    Args:
+        program: text of the mask (`lowering.tile_map.MapSource`). tile_m, tile_n: query rows and keys of a tile.
+        regular: whether the launches' streamed aux tensors have unit strides (lowering.aux_layout).
+
+    Raises:
+        KernelUnavailable: for an architecture that the kernel is not written for.
+    """
+    if not target.is_hopper:
+        raise KernelUnavailable(f"the CuTe-DSL kernel is written for sm_90a, this is {target.arch} ({target.name})")
+    config = json.dumps({"tile_m": tile_m, "tile_n": tile_n})
+    streamed = regular and bool(streamed_slots(parse_spec(program)))
+    return CompileKey(
+        program, "int32", 0, 0, 0, False, target.arch, target.sm_count, config, streamed, direction=_TILE_MAP
+    )
 
 
 def needs_v_mean(spec: AttentionSpec) -> bool:
@@ -147,17 +176,21 @@ def build(key: CompileKey) -> Kernel:
 def _build(key: CompileKey) -> Kernel:
     with _architecture(key.arch):
         from fa4_inductor.kernels.cute.build import build_forward
+        from fa4_inductor.kernels.cute.tile_map import build_tile_map
 
         spec = parse_spec(key.program)
         module = load_program(spec, key)
+        aux = tuple((a.dtype, a.ndim) for a in spec.aux)
         _log.debug("compiling %s", key)
+        if key.direction == _TILE_MAP:
+            return build_tile_map(module, **json.loads(key.config), aux=aux, num_sizes=spec.num_sizes)
         return build_forward(
             module,
             key.dtype,
             key.head_dim,
             key.head_dim_v,
             key.qhead_per_kvhead,
-            aux=tuple((a.dtype, a.ndim) for a in spec.aux),
+            aux=aux,
             num_sizes=spec.num_sizes,
             need_lse=key.need_lse,
             config=KernelConfig.parse(key.config),
@@ -168,16 +201,28 @@ def _build(key: CompileKey) -> Kernel:
 def load_program(spec: AttentionSpec, key: CompileKey) -> ModuleType:
     """The program of `spec`, imported from a file private to this process, because CuTe-DSL reads source."""
     digest = key.digest()
-    loads = dense_loads(spec) if key.dense_aux else ()
-    unit_stride = streamed_slots(spec) if key.regular_aux else ()
-    text = emit_program(spec, facts(spec), need_lse=key.need_lse, dense=loads, unit_stride=unit_stride)
-    path = write_program(text, digest, Path(_program_directory()))
+    path = write_program(_program_text(spec, key), digest, Path(_program_directory()))
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
     assert module_spec is not None and module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[path.stem] = module
     module_spec.loader.exec_module(module)
     return module
+
+
+def _program_text(spec: AttentionSpec, key: CompileKey) -> str:
+    unit_stride = streamed_slots(spec) if key.regular_aux else ()
+    if key.direction == _TILE_MAP:
+        return emit_tile_test(spec, facts(spec), unit_stride=unit_stride)
+    config, tiles = KernelConfig.parse(key.config), spec.tile_map
+    return emit_program(
+        spec,
+        facts(spec),
+        need_lse=key.need_lse,
+        dense=dense_loads(spec) if key.dense_aux else (),
+        unit_stride=unit_stride,
+        use_tile_map=tiles is not None and (tiles.tile_m, tiles.tile_n) == (config.tile_m, config.tile_n),
+    )
 
 
 @functools.cache

@@ -66,6 +66,7 @@ class CompileKey:
         config: text of the KernelConfig.
         regular_aux: streamed aux tensors have an innermost stride of 1 (lowering.aux_layout).
         dense_aux: dense loads come by TMA, which their tensors' strides must allow.
+        direction: "forward", or "tile_map" for the kernel that makes the tile map of a mask.
         toolchain: (package, version) pairs that shape machine code.
         sources: fingerprint of our own sources that do.
     """

@@ -1,7 +1,7 @@
 """The attention IR: score-program expressions, AttentionSpec, its text, its legality and its eager meaning. Imports
 nothing of ours but errors."""
 
-from fa4_inductor.spec.attention import AttentionSpec, AuxSpec, EmptyRow
+from fa4_inductor.spec.attention import AttentionSpec, AuxSpec, EmptyRow, TileMap
 from fa4_inductor.spec.expr import Expr
 from fa4_inductor.spec.ops import Kind
 from fa4_inductor.spec.printer import parse_expr, parse_spec, print_expr, print_spec
@@ -13,6 +13,7 @@ __all__ = [
     "EmptyRow",
     "Expr",
     "Kind",
+    "TileMap",
     "parse_expr",
     "parse_spec",
     "print_expr",

@@ -51,6 +51,24 @@ class AuxSpec:
 
 
 @dataclass(frozen=True)
+class TileMap:
+    """Which tiles of `keep` are empty, mixed or full has been found out ahead, for tiles of tile_m query rows and
+    tile_n keys: aux tensor `slot`, int32 (B or 1, Hq or 1, ceil(Sq / tile_m), 2 + ceil(Sk / tile_n)).
+
+    A row of it lists the key tiles that one tile of query rows has to visit:
+
+        [number of tiles, number of masked ones, masked tiles ... (unused) ... full tiles]
+
+    Masked tiles stand from the front, full ones from the end. A full tile is kept by all its rows and keys, what is not
+    listed by none. Whoever ignores the map computes the same.
+    """
+
+    slot: int
+    tile_m: int
+    tile_n: int
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """softmax over kept keys of `score`, times V.
 
@@ -64,6 +82,7 @@ class AttentionSpec:
             there is a sink.
         aux: dtypes and ranks of the captured tensors, in slot order.
         num_sizes: number of run-time integers `size0..`.
+        tile_map: a map of `keep` among the aux tensors, or None.
     """
 
     softmax_scale: float
@@ -73,6 +92,7 @@ class AttentionSpec:
     empty_row: EmptyRow = EmptyRow.ZERO
     aux: tuple[AuxSpec, ...] = ()
     num_sizes: int = 0
+    tile_map: TileMap | None = None
 
     @property
     def text(self) -> str:

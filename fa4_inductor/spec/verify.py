@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fa4_inductor.errors import ProgramError
-from fa4_inductor.spec.attention import AttentionSpec
+from fa4_inductor.spec.attention import AttentionSpec, AuxSpec
 from fa4_inductor.spec.expr import LENGTH_NAMES, Expr, walk
 from fa4_inductor.spec.ops import Kind
 
@@ -21,6 +21,10 @@ def verify(spec: AttentionSpec) -> AttentionSpec:
         _expect(spec.sink.kind is Kind.FLOAT, "sink must be a float expression")
         _expect(not spec.sink.free & {"score", "kv_idx"}, "sink may depend on b, h and q_idx only")
     _expect(spec.softmax_scale == spec.softmax_scale, "softmax_scale is nan")
+    if spec.tile_map is not None:
+        slot = spec.tile_map.slot
+        _expect(0 <= slot < len(spec.aux), f"aux{slot} is not declared")
+        _expect(spec.aux[slot] == AuxSpec("int32", 4), f"aux{slot} is no tile map: those are int32 of rank 4")
     for root in (spec.score, spec.keep, *([spec.sink] if spec.sink is not None else [])):
         for node in walk(root):
             _verify_node(node, spec)

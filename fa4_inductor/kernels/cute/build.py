@@ -52,7 +52,7 @@ def _operand(dtype: Any, head_dim: int) -> Any:
     return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
 
 
-def _dynamic(dtype: Any, rank: int) -> Any:
+def dynamic_tensor(dtype: Any, rank: int) -> Any:
     """Fake tensor of dynamic sizes and strides, naturally aligned."""
     shape = tuple(cute.sym_int32() for _ in range(rank))
     return make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in range(rank)))
@@ -61,12 +61,20 @@ def _dynamic(dtype: Any, rank: int) -> Any:
 def _aux(dtype: Any, rank: int, unit: bool, dense: bool) -> Any:
     """Fake aux tensor of dynamic sizes; unit: innermost stride 1; dense: such that TMA can read it."""
     if not (unit or dense):
-        return _dynamic(dtype, rank)
+        return dynamic_tensor(dtype, rank)
     shape = tuple(cute.sym_int32() for _ in range(rank))
     if not dense:
         return make_fake_tensor(dtype, shape, (*(cute.sym_int64() for _ in range(rank - 1)), 1))
     strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in range(rank - 1))
     return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+
+
+def aux_operands(
+    aux: tuple[tuple[str, int], ...], unit_stride: tuple[int, ...], dense: tuple[int, ...] = ()
+) -> tuple | None:
+    """Fake aux tensors of these (dtype name, rank). unit_stride, dense: slots, as in `program.Program`."""
+    kinds = [(_DTYPES[name], rank) for name, rank in aux]
+    return tuple(_aux(t, rank, i in unit_stride, i in dense) for i, (t, rank) in enumerate(kinds)) or None
 
 
 def build_forward(
@@ -110,14 +118,10 @@ def build_forward(
         k,
         v,
         out,
-        _dynamic(Float32, 3) if need_lse else None,
-        _dynamic(Float32, 3) if fwd.program.needs_v_mean else None,
+        dynamic_tensor(Float32, 3) if need_lse else None,
+        dynamic_tensor(Float32, 3) if fwd.program.needs_v_mean else None,
         Float32(1.0),
-        tuple(
-            _aux(t, rank, i in fwd.program.unit_stride, i in fwd.program.dense)
-            for i, (t, (_, rank)) in enumerate(zip(aux_types, aux))
-        )
-        or None,
+        aux_operands(aux, fwd.program.unit_stride, fwd.program.dense),
         tuple(Int32(1) for _ in range(num_sizes)) or None,
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}".strip(),

@@ -142,7 +142,7 @@ class Consumer(TraceObject):
         self.scores(n, at, ahead, mask, shifted)
         if not fixed_shift:
             grew = softmax.shift(self.s)
-        elif program.has_keep_column or program.dense:
+        elif program.has_keep_column or program.dense or program.tile_map is not None:
             softmax.seed(self.s, shifted)
         softmax.exponentiate(self.s, shifted)
         warpgroup.wait_group(0)
@@ -202,7 +202,7 @@ def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, order: cutlass
         if exists & todo:
             q_lo = m_tile * fwd.config.tile_m
             q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
-            keys = key_tiles(fwd.program, ctx, b, h, q_lo, q_hi, fwd.config.tile_n, again)
+            keys = key_tiles(fwd.program, ctx, b, h, m_tile, q_lo, q_hi, fwd.config.tile_n, again)
             at = TileCoordinates(fwd, ctx, m_tile, h, b, consumer.wg, consumer.lane)
             consumer.softmax.reset((keys.count > keys.num_masked) & fwd.optimistic)
             consumer.o.fill(0.0)

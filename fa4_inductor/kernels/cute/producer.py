@@ -131,7 +131,7 @@ def produce(
         if exists & todo:
             q_lo = m_tile * fwd.config.tile_m
             q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
-            keys = key_tiles(fwd.program, ctx, b, h, q_lo, q_hi, fwd.config.tile_n, again)
+            keys = key_tiles(fwd.program, ctx, b, h, m_tile, q_lo, q_hi, fwd.config.tile_n, again)
             load_q, load_k, load_v = tma.loads(ctx, m_tile, h, b)
             _acquire(bars.q_full, bars.q_empty, q_phase, fwd.q_bytes)
             for w in cutlass.range_constexpr(slabs):

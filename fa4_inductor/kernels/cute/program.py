@@ -38,6 +38,7 @@ class Program(TraceObject):
     that it can fold the scale into its own constants (once, in `uniform`).
     `shifted_score` (optional): shifted_score(ctx, s, ..., c, shift) is score + shift in fewer instructions.
     UNIT_STRIDE (optional): slots of the aux tensors whose innermost stride is 1.
+    TILE_MAP (optional): slot of the map that lists the key tiles to visit, for tiles of the kernel's size.
     DENSE (optional): slots of the aux tensors that come as tiles [q_idx, kv_idx] through shared memory; `dense_index`
     gives the indices before these two for each, and score, shifted_score and keep get their elements as a last
     argument, a tuple.
@@ -53,6 +54,7 @@ class Program(TraceObject):
         self.raw_score: bool = getattr(module, "RAW_SCORE", False)
         self.dense: tuple[int, ...] = getattr(module, "DENSE", ())
         self.unit_stride: tuple[int, ...] = getattr(module, "UNIT_STRIDE", ())
+        self.tile_map: int | None = getattr(module, "TILE_MAP", None)
         self.has_shifted_score = hasattr(module, "shifted_score")
 
     @property

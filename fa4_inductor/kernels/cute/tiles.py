@@ -4,11 +4,14 @@ Everything here is scalar Int32 arithmetic that the producer warp and the consum
 agree.
 """
 
+import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from fa4_inductor.kernels.cute import ops
 from fa4_inductor.kernels.cute.program import Program, ProgramContext
 from fa4_inductor.kernels.cute.static import TraceObject
+
+MAP_HEADER = 2  # entries before the first tile in a row of a tile map
 
 
 class TileOrder(TraceObject):
@@ -86,13 +89,52 @@ class KeyTiles(TraceObject):
         return ops.select(j < self.edge, masked, full)
 
 
-def key_tiles(
-    program: Program, ctx: ProgramContext, b: Int32, h: Int32, q_lo: Int32, q_hi: Int32, tile_n: int, all_masked
-) -> KeyTiles:
-    """Classes of the key tiles for query rows q_lo..q_hi inclusive.
+class ListedTiles(TraceObject):
+    """Key tiles of one query tile as a tile map lists them (spec.attention.TileMap): masked ones from the front of its
+    row, full ones from the end. Attributes as in `KeyTiles`.
 
-    all_masked: Boolean or bool; True puts every visited tile into the masked class.
+    all_masked: Boolean; every tile runs the masked body.
     """
+
+    def __init__(self, row: cute.Tensor, all_masked: Boolean):
+        self.row = row
+        self.listed_masked = cute.arch.make_warp_uniform(row[1])
+        self.count = cute.arch.make_warp_uniform(row[0])
+        self.num_masked = ops.select(all_masked, self.count, ops.imax(self.listed_masked, 1))
+
+    def tile(self, j: Int32) -> Int32:
+        """Key tile number of the j-th visited tile."""
+        from_end = self.row.shape[0] - 1 - (j - self.listed_masked)
+        return self.row[ops.select(j < self.listed_masked, MAP_HEADER + j, from_end)]
+
+
+def visited_tiles(program: Program, ctx: ProgramContext, b: Int32, h: Int32, q_lo: Int32, q_hi: Int32, tile_n: int):
+    """[n_lo, n_hi): key tiles outside of it are dropped by all rows q_lo..q_hi."""
+    lo, hi = (Int32(x) for x in program.module.kv_range(ctx, b, h, q_lo, q_hi))
+    lo, hi = ops.imax(lo, 0), ops.imin(hi, ctx.seqlen_k)
+    n_lo = lo // tile_n
+    return n_lo, ops.select(hi > lo, (hi + tile_n - 1) // tile_n, n_lo)
+
+
+def key_tiles(
+    program: Program,
+    ctx: ProgramContext,
+    b: Int32,
+    h: Int32,
+    m_tile: Int32,
+    q_lo: Int32,
+    q_hi: Int32,
+    tile_n: int,
+    all_masked: Boolean,
+) -> KeyTiles | ListedTiles:
+    """The key tiles to visit for query rows q_lo..q_hi inclusive, those of query tile m_tile.
+
+    all_masked: True puts every visited tile into the masked class.
+    """
+    if program.tile_map is not None:
+        tile_map = ctx.aux[program.tile_map]
+        one_for_all = (ops.imin(b, tile_map.shape[0] - 1), ops.imin(h, tile_map.shape[1] - 1))
+        return ListedTiles(tile_map[(*one_for_all, m_tile, None)], all_masked)
     seqlen_k = ctx.seqlen_k
     lo, hi, full_lo, full_hi = Int32(0), seqlen_k, Int32(0), seqlen_k
     if program.masked:

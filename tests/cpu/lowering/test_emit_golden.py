@@ -10,7 +10,8 @@ from emit_cases import spec_of
 
 from fa4_inductor.analysis import facts
 from fa4_inductor.lowering.aux_layout import dense_loads, streamed_slots
-from fa4_inductor.lowering.emit_program import emit_program
+from fa4_inductor.lowering.emit_program import emit_program, emit_tile_test
+from fa4_inductor.lowering.tile_map import with_tile_map
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "emit"
 CAUSAL, WINDOW = "kv_idx <= q_idx", "(kv_idx <= q_idx) & (kv_idx > q_idx - size0)"
@@ -38,13 +39,20 @@ REGULAR = {
     ),
     "regular_dense_mask": spec_of(keep="aux0[q_idx, kv_idx]", aux="bool[2]"),
 }
+# the kernel that walks a tile map, and the one that makes it
+MAPPED = {"mapped_padding": with_tile_map(PROGRAMS["padding"], 128, 96)}
+TESTS = {"test_documents": PROGRAMS["documents"], "test_dense_mask": REGULAR["regular_dense_mask"]}
+ALL = PROGRAMS | REGULAR | MAPPED | TESTS
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, *REGULAR])
+@pytest.mark.parametrize("name", ALL)
 def test_text(name):
-    spec, path = (PROGRAMS | REGULAR)[name], GOLDEN / f"{name}.py.txt"
+    spec, path = ALL[name], GOLDEN / f"{name}.py.txt"
     layout = {"dense": dense_loads(spec), "unit_stride": streamed_slots(spec)} if name in REGULAR else {}
-    text = emit_program(spec, facts(spec), **layout)
+    if name in TESTS:
+        text = emit_tile_test(spec, facts(spec), unit_stride=streamed_slots(spec))
+    else:
+        text = emit_program(spec, facts(spec), use_tile_map=name in MAPPED, **layout)
     if os.environ.get("FA4_ACCEPT") == "1":
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -52,4 +60,4 @@ def test_text(name):
 
 
 def test_no_golden_file_is_left_over():
-    assert {p.name.removesuffix(".py.txt") for p in GOLDEN.iterdir()} == {*PROGRAMS, *REGULAR}
+    assert {p.name.removesuffix(".py.txt") for p in GOLDEN.iterdir()} == set(ALL)

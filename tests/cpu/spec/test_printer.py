@@ -3,7 +3,7 @@
 import pytest
 
 from fa4_inductor.errors import ProgramError
-from fa4_inductor.spec import AttentionSpec, AuxSpec, EmptyRow, parse_expr, parse_spec, verify
+from fa4_inductor.spec import AttentionSpec, AuxSpec, EmptyRow, TileMap, parse_expr, parse_spec, verify
 from fa4_inductor.spec import expr as E
 
 AUX = (AuxSpec("bool", 2), AuxSpec("float32", 1), AuxSpec("int64", 0))
@@ -76,3 +76,13 @@ def test_equal_expressions_are_one_object() -> None:
 def test_verifier_names_what_is_wrong(spec: AttentionSpec, message: str) -> None:
     with pytest.raises(ProgramError, match=message):
         verify(spec)
+
+
+def test_a_tile_map_is_part_of_the_text() -> None:
+    text = "fa4/1; aux=bool[2],int32[4]; sizes=0; scale=1.0; score=score; keep=aux0[b, kv_idx]; empty_row=zero"
+    spec = parse_spec(f"{text}; tile_map=aux1[128, 96]")
+    assert verify(spec).tile_map == TileMap(1, 128, 96) and spec.text == f"{text}; tile_map=aux1[128, 96]"
+    with pytest.raises(ProgramError, match="no tile map"):
+        verify(parse_spec(f"{text}; tile_map=aux0[128, 96]"))
+    with pytest.raises(ProgramError, match="malformed"):
+        parse_spec(f"{text}; tile_map=aux1")
