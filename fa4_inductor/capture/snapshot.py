@@ -14,6 +14,8 @@ class Snapshot:
         self.module = module
         self._codegen = copy.deepcopy(module.graph._codegen)
         self._nodes = [(n, n.op, n.target, n.args, n.kwargs, n.name, n.type, n.meta.copy()) for n in module.graph.nodes]
+        # Dynamo notes on placeholders where they come from, which AOTAutograd insists on
+        self._notes = {n: vars(n).copy() for n in module.graph.nodes}
 
     def restore(self) -> None:
         """Give the module a graph of new nodes that are as the old ones were."""
@@ -24,4 +26,5 @@ class Snapshot:
             args, kwargs = fx.node.map_arg((args, kwargs), new.__getitem__)
             new[node] = graph.create_node(kind, target, args, kwargs, name, annotation)
             new[node].meta = meta
+            vars(new[node]).update({k: x for k, x in self._notes[node].items() if k not in vars(new[node])})
         self.module.graph = graph

@@ -296,6 +296,20 @@ def test_a_rewrite_that_inductor_cannot_compile_is_undone(monkeypatch, caplog):
     assert attempts == [1, 0] and "lowering failed" in caplog.text
 
 
+def test_inductor_compiles_the_graph_that_was_put_back(monkeypatch):
+    compile_fx, attempts = backend._compile, []
+
+    def fails_once(*args):
+        attempts.append(args)
+        return raising(RuntimeError("out of disk"))() if len(attempts) == 1 else compile_fx(*args)
+
+    monkeypatch.setattr(backend, "_compile", fails_once)
+    args = qkv()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(attention)(*args), attention(*args))
+    assert len(attempts) == 2
+
+
 def test_an_error_of_the_users_graph_stays_theirs(monkeypatch, caplog):
     monkeypatch.setattr(backend, "_compile", raising(RuntimeError("the user's op is broken")))
     broken = pytest.raises(BackendCompilerFailed, match="the user's op is broken")
