@@ -16,6 +16,7 @@ from fa4_inductor.lowering.config_table import LONG_SEQLEN_Q
 from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.lowering.select import choose
 from fa4_inductor.lowering.support import Operands
+from fa4_inductor.patterns.gradients import trains, untrainable
 from fa4_inductor.patterns.match import AttentionMatch, Site
 from fa4_inductor.rewrite import operand_value, value_of
 from fa4_inductor.runtime import compile as compiler
@@ -71,14 +72,10 @@ def decide(site: Site, settings: Settings, explaining: bool = False) -> tuple[Si
     seen = Outcome(site.location, "matched", site.spec.text)
     try:
         q, k, v = operand_values(site)
-        needs_grad = value_of(site.output).requires_grad
+        value_of(site.output)
     except DeclineSite as refusal:
         return site, seen.left(refusal.reason, refusal.detail)
     seen = dataclasses.replace(seen, shapes=_shapes(q, k, v))
-    if needs_grad:
-        return site, seen.left(
-            DeclineReason.NEEDS_GRAD, "gradients flow through this site; run it under torch.no_grad()"
-        )
     return _choose(site, seen, settings, _target(q, settings, explaining))
 
 
@@ -114,7 +111,8 @@ def _name(dtype: torch.dtype) -> str:
 def _operands(match: AttentionMatch, target: Target) -> Operands:
     """What the choice depends on. A kernel is built for its head dims, so on a GPU symbolic ones become guards."""
     sizes = [_known_size(size) for size in match.sizes]
-    operands = dataclasses.replace(Operands.of(*operand_values(match), sizes), need_lse=match.lse is not None)
+    operands = Operands.of(*operand_values(match), sizes)
+    operands = dataclasses.replace(operands, need_lse=match.lse is not None, needs_grad=trains(match))
     if target.device_type != "cuda":
         return operands
     return dataclasses.replace(operands, head_dim=int(operands.head_dim), head_dim_v=int(operands.head_dim_v))
@@ -154,9 +152,14 @@ def groups(decisions: Sequence[Decision]) -> list[list[Decision]]:
 
 
 def together(decisions: Sequence[Decision]) -> list[Decision]:
-    """The decisions with sums fused as a whole or not at all: a term left alone would need all of P."""
+    """The decisions with sums fused as a whole or not at all: a term left alone would need all of P. What trains stays
+    as it is unless its gradients are those of attention."""
     result: list[Decision] = []
     for group in groups(decisions):
+        matches = [site for site, outcome in group if isinstance(site, AttentionMatch) and outcome.fused]
+        refused = untrainable(*matches) if matches and trains(matches[0]) else None
+        if refused is not None:
+            group = [(s, o.left(refused.reason, refused.detail) if o.fused else o) for s, o in group]
         if any(outcome.fused for _, outcome in group) and not all(outcome.fused for _, outcome in group):
             detail = "the output is a sum of several attentions, of which another is left alone"
             group = [(s, o.left(DeclineReason.NOT_FASTER, detail) if o.fused else o) for s, o in group]

@@ -31,7 +31,7 @@ class DeclineReason(enum.Enum):
 
     NOT_ATTENTION = "not_attention"  # softmax feeds a contraction, but the algebra is not softmax(QK^T)V
     PROBS_ESCAPE = "probs_escape"  # probabilities or scores have a second consumer
-    NEEDS_GRAD = "needs_grad"  # inference only so far
+    NEEDS_GRAD = "needs_grad"  # gradients are wanted that this site or implementation cannot give
     DROPOUT = "dropout"  # dropout is active
     UNSUPPORTED_OP = "unsupported_op"  # an op between the contractions is not understood
     UNSUPPORTED_SHAPE = "unsupported_shape"  # rank, head grouping or broadcasting we cannot express

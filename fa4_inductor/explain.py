@@ -102,7 +102,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Run `model(*args, **kwargs)` once, unfused, and report every attention site Dynamo shows of it.
 
     Settings come from `FA4_INDUCTOR_*`; with `FA4_INDUCTOR_TARGET_ARCH=sm_90a` the report tells, on any machine, what
-    happens on that GPU. Gradient mode counts: sites that need gradients are left alone, so use `torch.no_grad()`.
+    happens on that GPU. Gradient mode counts: what trains may run by another implementation than
+    under `torch.no_grad()`, or be left alone.
 
     Args:
         model: a module or function, compiled afresh whatever was compiled before.

@@ -25,8 +25,9 @@ from fa4_inductor.kernels.graph_aux import build_aux
 from fa4_inductor.kernels.graph_values import Memo
 from fa4_inductor.kernels.sdpa import build_sdpa
 from fa4_inductor.lowering.prepare import prepare
+from fa4_inductor.patterns.gradients import trains
 from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep, apply_view
-from fa4_inductor.runtime.ops import ATTENTION, FORWARD
+from fa4_inductor.runtime.ops import ATTENTION, ATTENTION_WITH_LSE
 
 _MODULES_OF_PURE_FUNCTIONS = ("torch", "_operator", "math", "builtins")
 _IN_PLACE_OPERATORS = {f for name, f in vars(operator).items() if name.startswith("i") and hasattr(operator, name[1:])}
@@ -66,7 +67,7 @@ class Splicer:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self._views: dict[tuple[fx.Node, tuple[ViewStep, ...]], fx.Node] = {}
+        self._views: dict[tuple[fx.Node, tuple[ViewStep, ...], bool], fx.Node] = {}
         self._masks: Memo = {}
         self._replaced: dict[fx.Node, fx.Node] = {}
         self._roots: list[fx.Node] = []
@@ -97,7 +98,8 @@ class Splicer:
         replaced = [output] if match.lse is None else [n for n in self.graph.nodes if n in (output, match.lse)]
         before = replaced[0].prev
         try:
-            with self.graph.inserting_before(replaced[0]), fake_mode_of(output), torch.no_grad():
+            grad_mode = torch.set_grad_enabled(trains(match))
+            with grad_mode, self.graph.inserting_before(replaced[0]), fake_mode_of(output):
                 results, (lse, *_) = zip(*(self._result(*part) for part in parts))
                 result = self._view(build_sum(self.graph, results, output), match.output_view, output)
                 result = self._restore(result, match)
@@ -170,7 +172,7 @@ class Splicer:
         args = (q, k, v, aux, spec.text, sizes, implementation)
         if match.lse is None:
             return self.call("call_function", ATTENTION, args, match.output), None
-        both = self.call("call_function", FORWARD, (*args, True), match.output)
+        both = self.call("call_function", ATTENTION_WITH_LSE, args, match.output)
         out, lse = (self.call("call_function", operator.getitem, (both, i), match.output) for i in (0, 1))
         return out, lse
 
@@ -194,12 +196,14 @@ class Splicer:
 
     def _operand(self, operand: Operand, like: fx.Node) -> fx.Node:
         """The operand's view, shared with earlier sites when it moves no data (a copy could be outdated)."""
-        key = (operand.node, operand.view)
+        keeps_grad = torch.is_grad_enabled()
+        key = (operand.node, operand.view, keeps_grad)
         if key not in self._views:
-            node = self._view(self._replaced.get(operand.node, operand.node), operand.view, like)
-            # The site needs no gradient (checked before): one that an operand could carry was cut inside it.
-            if value_of(node).requires_grad:
+            node = self._replaced.get(operand.node, operand.node)
+            # A gradient that an operand could carry was stopped inside a site whose output has none.
+            if value_of(node).requires_grad and not keeps_grad:
                 node = self.call("call_method", "detach", (node,), like)
+            node = self._view(node, operand.view, like)
             if any(step[0] in _COPYING_STEPS for step in operand.view):
                 return node
             self._views[key] = node

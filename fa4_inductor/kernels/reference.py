@@ -43,20 +43,20 @@ def attention_reference(
     lse = q.new_empty((batch, heads, seqlen_q), dtype=dtype)
     group = heads // max(k.shape[1], 1)
     aux = [widened(t, spec.aux[i].kind, dtype) for i, t in enumerate(aux)]
-    for h, rows in _chunks(batch, heads, seqlen_q, seqlen_k):
+    for h, rows in chunks(batch, heads, seqlen_q, seqlen_k):
         kv_heads = torch.arange(h.start, h.stop, device=q.device) // group
         keys, values = k[:, kv_heads].to(dtype), v[:, kv_heads].to(dtype)
-        names = _names(q, seqlen_k, sizes, h, rows)
+        names = names_of(q, seqlen_k, sizes, h, rows)
         names["score"] = q[:, h, rows].to(dtype) @ keys.transpose(-1, -2) * spec.softmax_scale
         shape = tuple(names["score"].shape)
-        score = _full(spec.score, Env(names, aux), shape, dtype)
-        keep = _full(spec.keep, Env(names, aux), shape, torch.bool)
-        sink = None if spec.sink is None else _full(spec.sink, Env(names, aux), (*shape[:3], 1), dtype)
+        score = full(spec.score, Env(names, aux), shape, dtype)
+        keep = full(spec.keep, Env(names, aux), shape, torch.bool)
+        sink = None if spec.sink is None else full(spec.sink, Env(names, aux), (*shape[:3], 1), dtype)
         out[:, h, rows], lse[:, h, rows] = _softmax_times_v(score, keep, sink, values, spec.empty_row)
     return bshd(out, q.dtype), lse if need_lse else no_lse(q)
 
 
-def _chunks(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Iterator[tuple[slice, slice]]:
+def chunks(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Iterator[tuple[slice, slice]]:
     """Slices of heads and query rows that keep at most `_MAX_SCORES` scores alive; rows are independent."""
     if 0 in (batch, heads, seqlen_q):
         return
@@ -68,7 +68,8 @@ def _chunks(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Iterator[tu
             yield slice(h, min(h + head_step, heads)), slice(row, min(row + row_step, seqlen_q))
 
 
-def _names(q: torch.Tensor, seqlen_k: int, sizes: Sequence[int], h: slice, rows: slice) -> dict[str, Any]:
+def names_of(q: torch.Tensor, seqlen_k: int, sizes: Sequence[int], h: slice, rows: slice) -> dict[str, Any]:
+    """Values of all names but `score` for these heads and query rows of q (B, Hq, Sq, D)."""
     device = q.device
     return {
         "b": torch.arange(q.shape[0], device=device).view(-1, 1, 1, 1),
@@ -81,7 +82,8 @@ def _names(q: torch.Tensor, seqlen_k: int, sizes: Sequence[int], h: slice, rows:
     }
 
 
-def _full(expr: Expr, env: Env, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def full(expr: Expr, env: Env, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Value of `expr` in this dtype, expanded to (B, H, Sq, Sk or 1)."""
     value = torch.as_tensor(evaluate(expr, env), dtype=dtype, device=env.names["kv_idx"].device)
     return value.expand(shape)
 

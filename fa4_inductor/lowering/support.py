@@ -49,6 +49,7 @@ class Operands:
     head_dim_v: Any
     sizes: tuple[Any, ...] = ()
     need_lse: bool = False
+    needs_grad: bool = False
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: Sequence[Any] = ()) -> Operands:
@@ -93,6 +94,8 @@ def supports_reference(spec: AttentionSpec, facts: AttentionFacts, operands: Ope
 
 def supports_cute(spec: AttentionSpec, facts: AttentionFacts, operands: Operands, target: Target) -> Support:
     """Hopper, half types, the head dims of the configuration table, programs in int32 and fp32."""
+    if operands.needs_grad:
+        return _no(DeclineReason.NEEDS_GRAD, "the kernel has no backward")
     if not target.is_hopper:
         return _no(DeclineReason.UNSUPPORTED_DEVICE, f"the kernel is for sm_90a, this is {target.arch} ({target.name})")
     if operands.dtype not in _HALF:
@@ -150,6 +153,8 @@ def _keeps_empty_rows(spec: AttentionSpec, target: Target) -> bool:
 
 def supports_flex(spec: AttentionSpec, facts: AttentionFacts, operands: Operands, target: Target) -> Support:
     """Any score and mask over captured tensors; sinks through the LSE; rows without keys give zeros."""
+    if operands.needs_grad:
+        return _no(DeclineReason.NEEDS_GRAD, "flex_attention is used without gradients only")
     if operands.dtype not in _FLOATS or (target.device_type == "cuda" and operands.dtype is torch.float64):
         return _no(DeclineReason.UNSUPPORTED_DTYPE, f"flex_attention does not take {_name(operands.dtype)} here")
     dims = (operands.head_dim, operands.head_dim_v)

@@ -156,7 +156,7 @@ def _run_eager(name: str) -> Callable[..., Outputs]:
     ) -> Outputs:
         aux = [t.to(q.device) for t in aux]
         wide = {"dtype": torch.float64} if name == "reference" and q.dtype is torch.float64 else {}
-        out, lse = _eager_function(name)(q, k, v, aux, _spec(program), tuple(sizes), need_lse=need_lse, **wide)
+        out, lse = _eager_function(name)(q, k, v, aux, spec_of(program), tuple(sizes), need_lse=need_lse, **wide)
         return out, lse.float()
 
     return run
@@ -169,7 +169,8 @@ def _eager_function(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec(program: str) -> AttentionSpec:
+def spec_of(program: str) -> AttentionSpec:
+    """The spec that a program text says, parsed once."""
     return parse_spec(program)
 
 
@@ -177,7 +178,7 @@ def _run_cute(
     q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], need_lse: bool
 ) -> Outputs:
     group, long_q = q.shape[1] // max(k.shape[1], 1), q.shape[2] >= LONG_SEQLEN_Q
-    spec = _spec(program)
+    spec = spec_of(program)
     regular = regular_aux(dense_slots(spec), streamed_slots(spec), aux) is not None
     plan = _plan(PlanKey(program, q.dtype, q.shape[3], v.shape[3], group, q.device, need_lse, long_q, regular))
     if plan is None:
@@ -340,7 +341,7 @@ def make_plan(kernel: Callable[..., None], key: PlanKey, dense_aux: bool, strict
     """What launches of the key's program need besides the kernel. dense_aux: it reads dense aux tensors by TMA."""
     from fa4_inductor.runtime import compile as compiler
 
-    spec = _spec(key.program)
+    spec = spec_of(key.program)
     bool_aux = any(a.dtype == "bool" for a in spec.aux)
     dense = dense_slots(spec) if dense_aux else ()
     streamed = streamed_slots(spec) if key.regular else ()

@@ -155,25 +155,6 @@ def test_sites_inside_checkpointed_bodies(uncompiled):
     assert log.counters()["fused"] == 1
 
 
-def test_a_checkpointed_body_that_needs_gradients_is_left_alone(uncompiled):
-    def f(q, k, v):
-        return checkpoint(attention, q, k, v, use_reentrant=False).pow(2)
-
-    args = [t.requires_grad_() for t in qkv()]
-    got = torch.autograd.grad(compiled(f)(*args).sum(), args)
-    torch.testing.assert_close(got, torch.autograd.grad(f(*args).sum(), args))
-    assert log.counters()["declined.needs_grad"] == 1 and log.counters()["fused"] == 0
-
-
-def test_what_needs_gradients_is_left_alone(uncompiled):
-    args = [t.requires_grad_() for t in qkv()]
-    out = compiled(attention)(*args)
-    got = torch.autograd.grad(out.sum(), args)
-    want = torch.autograd.grad(attention(*args).sum(), args)
-    torch.testing.assert_close(got, want)
-    assert log.counters() == {"found": 1, "matched": 1, "fused": 0, "declined": 1, "declined.needs_grad": 1}
-
-
 def test_a_region_without_gradients_inside_training_is_fused(uncompiled):
     def f(q, k, v):
         with torch.no_grad():

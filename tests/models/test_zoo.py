@@ -94,16 +94,6 @@ def test_sites_count_once_where_dynamo_starts_again() -> None:
     assert counters()["found"] == counters()["matched"] == case.sites
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_training_is_left_alone(name: str) -> None:
-    case = model_zoo.build(name)
-    case.model.requires_grad_(True)
-    run = fused(case.model, implementation="reference")
-    run.model(**case.inputs)
-    assert counters()["declined.needs_grad"] == case.sites, counters()
-    assert run.calls == []
-
-
 def test_active_dropout_is_left_alone() -> None:
     case = model_zoo.build("bert")
     case.model.train()

@@ -1,0 +1,77 @@
+"""Gradients of attention as its spec reads, in eager torch: the oracle of every backward kernel. Any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fa4_inductor.kernels.contract import bshd, widened
+from fa4_inductor.kernels.reference import chunks, full, names_of
+from fa4_inductor.lowering.derive import score_derivative
+from fa4_inductor.spec import AttentionSpec, EmptyRow
+from fa4_inductor.spec.interpret import Env
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def backward_reference(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    aux: Sequence[torch.Tensor],
+    spec: AttentionSpec,
+    sizes: Sequence[int] = (),
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Gradients:
+    """(dq, dk, dv) in the shapes and dtypes of q, k and v with BSHD memory, computed in `dtype` throughout.
+
+    Rows without keys give no gradient, except that of the mean of V where this is what they get.
+
+    Args:
+        grad_out: (B, Hq, Sq, Dv), any strides. grad_lse: (B, Hq, Sq), None where the LSE is not used.
+        q, k, v, aux, sizes: what the forward got. out, lse: what it gave (natural log).
+    """
+    (batch, heads, seqlen_q, _), seqlen_k = q.shape, k.shape[2]
+    group = heads // max(k.shape[1], 1)
+    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    dk = torch.zeros((batch, *k.shape[1:]), dtype=dtype, device=q.device)
+    dv = torch.zeros((batch, *v.shape[1:]), dtype=dtype, device=q.device)
+    delta = (out.to(dtype) * grad_out.to(dtype)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse.to(dtype)
+    aux = [widened(t, spec.aux[i].kind, dtype) for i, t in enumerate(aux)]
+    for h, rows in chunks(batch, heads, seqlen_q, seqlen_k):
+        kv_heads = torch.arange(h.start, h.stop, device=q.device) // group
+        keys, values = k[:, kv_heads].to(dtype), v[:, kv_heads].to(dtype)
+        queries, grads = q[:, h, rows].to(dtype), grad_out[:, h, rows].to(dtype)
+        names = names_of(q, seqlen_k, sizes, h, rows)
+        names["score"] = queries @ keys.transpose(-1, -2) * spec.softmax_scale
+        env, shape = Env(names, aux), tuple(names["score"].shape)
+        p = torch.exp(full(spec.score, env, shape, dtype) - lse[:, h, rows, None].to(dtype))
+        kept = full(spec.keep, env, shape, torch.bool) & (p != 0) & (lse[:, h, rows, None] != -torch.inf)
+        ds = p * (grads @ values.transpose(-1, -2) - delta[:, h, rows, None])
+        ds = ds * full(score_derivative(spec.score), env, shape, dtype) * spec.softmax_scale
+        p, ds = (t.masked_fill(~kept, 0.0) for t in (p, ds))
+        dq[:, h, rows] = ds @ keys
+        for i, kv_head in enumerate(kv_heads.tolist()):
+            dk[:, kv_head] += ds[:, i].transpose(-1, -2) @ queries[:, i]
+            dv[:, kv_head] += p[:, i].transpose(-1, -2) @ grads[:, i]
+    if spec.sink is None and spec.empty_row is EmptyRow.MEAN and seqlen_k:
+        dv += of_mean_rows(grad_out, lse, k.shape[1], dtype) / seqlen_k
+    dk, dv = (t if t.shape[0] == like.shape[0] else t.sum(0, keepdim=True) for t, like in ((dk, k), (dv, v)))
+    return bshd(dq, q.dtype), bshd(dk, k.dtype), bshd(dv, v.dtype)
+
+
+def of_mean_rows(grad_out: torch.Tensor, lse: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """(B, Hkv, 1, Dv): sum of `grad_out` (B, Hq, Sq, Dv) over the rows that keep no key, whose LSE (B, Hq, Sq) is -inf.
+
+    Each key gets this over Sk where such a row gets the mean of V.
+    """
+    rows = grad_out.to(dtype).masked_fill((lse != -torch.inf)[..., None], 0.0).sum(2)
+    return rows.unflatten(1, (kv_heads, -1)).sum(2)[:, :, None]

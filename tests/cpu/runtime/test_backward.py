@@ -1,0 +1,118 @@
+"""The op's gradient: autograd, fakes, what is kept for it, and what it refuses."""
+
+import pytest
+import torch
+
+from fa4_inductor.runtime.ops import ATTENTION, ATTENTION_WITH_LSE
+from fa4_inductor.spec import AttentionSpec, AuxSpec, parse_expr
+
+_AUX = (AuxSpec("float32", 1),)
+PROGRAM = AttentionSpec(
+    0.3,
+    score=parse_expr("4.0 * tanh(score * 0.25) + aux0[h] * float(kv_idx)", _AUX),
+    keep=parse_expr("kv_idx < size0"),
+    aux=_AUX,
+    num_sizes=1,
+).text
+
+
+def operands(dtype=torch.float64, sq=5, sk=6):
+    g = torch.Generator().manual_seed(2)
+    shapes = ((2, 4, sq, 8), (2, 2, sk, 8), (2, 2, sk, 6))
+    q, k, v = (torch.randn(s, generator=g, dtype=dtype).requires_grad_() for s in shapes)
+    return q, k, v, [torch.randn(4, generator=g)]
+
+
+def attention(q, k, v, aux, size=4):
+    return ATTENTION(q, k, v, aux, PROGRAM, [size], "reference")
+
+
+def eager(q, k, v, aux, size=4):
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    score = 4 * torch.tanh(q @ k.transpose(2, 3) * 0.3 * 0.25) + aux[0].view(4, 1, 1) * torch.arange(k.shape[2])
+    return score.masked_fill(torch.arange(k.shape[2]) >= size, -torch.inf).softmax(-1) @ v
+
+
+def test_gradcheck():
+    q, k, v, aux = operands()
+    assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv, aux), (q, k, v))
+
+
+def test_gradients_of_the_log_sum_exp():
+    q, k, v, aux = operands(torch.float32)
+    out, lse = ATTENTION_WITH_LSE(q, k, v, aux, PROGRAM, [4], "reference")
+    keys = k.repeat_interleave(2, 1)[:, :, :4]
+    score = 4 * torch.tanh(q @ keys.transpose(2, 3) * 0.3 * 0.25) + aux[0].view(4, 1, 1) * torch.arange(4)
+    for loss, want in (
+        (lse.square().sum(), score.logsumexp(-1).square().sum()),
+        (lse.sum() + out.sum(), score.logsumexp(-1).sum() + eager(q, k, v, aux).sum()),
+    ):
+        got = torch.autograd.grad(loss, (q, k, v), retain_graph=True)
+        grads = torch.autograd.grad(want, (q, k, v), retain_graph=True, materialize_grads=True)
+        torch.testing.assert_close(got, grads)
+
+
+def test_opcheck_of_the_backward():
+    q, k, v, aux = (t.detach() if isinstance(t, torch.Tensor) else t for t in operands(torch.float32))
+    out, lse = torch.ops.fa4_inductor._forward(q, k, v, aux, PROGRAM, [4], "reference", True)
+    for grad_lse in (None, torch.randn_like(lse)):
+        args = (torch.randn_like(out), grad_lse, q, k, v, out, lse, aux, PROGRAM, [4], "reference")
+        torch.library.opcheck(torch.ops.fa4_inductor._backward.default, args)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (0, 2)])
+def test_some_operands_need_no_gradient(needed):
+    operands_ = operands()
+    qkv = [t.detach().requires_grad_(i in needed) for i, t in enumerate(operands_[:3])]
+    aux = operands_[3]
+    wanted = [qkv[i] for i in needed]
+    got = torch.autograd.grad(attention(*qkv, aux).square().sum(), wanted)
+    torch.testing.assert_close(got, torch.autograd.grad(eager(*qkv, aux).square().sum(), wanted))
+
+
+def test_expanded_grad_out_and_operands_of_any_strides():
+    q, k, v, aux = operands()
+    strange = [t.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for t in (q, k, v)]
+    got = torch.autograd.grad(attention(*strange, aux).sum(), strange)  # sum: grad_out is one number, expanded
+    torch.testing.assert_close(got, torch.autograd.grad(eager(q, k, v, aux).sum(), (q, k, v)))
+
+
+def test_nothing_as_large_as_the_scores_is_kept():
+    q, k, v, aux = operands(torch.float32, sq=64, sk=64)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = attention(q, k, v, aux)
+    own = {t.data_ptr() for t in (q, k, v, out, *aux)}
+    assert sorted(t.numel() for t in kept if t.data_ptr() not in own) == [2 * 4 * 64]  # the LSE
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v, aux = operands()
+    (grad,) = torch.autograd.grad(attention(q, k, v, aux).sum(), q, create_graph=True)
+    torch.testing.assert_close(grad, torch.autograd.grad(eager(q, k, v, aux).sum(), q)[0])
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.square().sum().backward()
+
+
+def test_captured_tensors_have_no_gradient():
+    q, k, v, aux = operands()
+    with pytest.raises(RuntimeError, match="captured tensors"):
+        attention(q, k, v, [aux[0].requires_grad_()])
+
+
+def test_an_implementation_without_backward_is_refused():
+    q, k, v, aux = operands()
+    with pytest.raises(RuntimeError, match="'sdpa' has no backward"):
+        ATTENTION(q, k, v, aux, PROGRAM, [4], "sdpa")
+
+
+def test_under_inductor_with_dynamic_lengths():
+    def f(q, k, v, slopes):
+        return attention(q * 2, k, v, [slopes], k.shape[2] - 1).transpose(1, 2).flatten(2)
+
+    compiled = torch.compile(f, dynamic=True, fullgraph=True)
+    for length in (6, 9):
+        q, k, v, aux = operands(torch.float32, length, length + 2)
+        got = torch.autograd.grad(compiled(q, k, v, aux[0]).square().sum(), (q, k, v))
+        want = eager(q * 2, k, v, aux, length + 1).square().sum()
+        torch.testing.assert_close(got, torch.autograd.grad(want, (q, k, v)), rtol=1e-4, atol=1e-4)
