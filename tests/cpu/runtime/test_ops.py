@@ -1,6 +1,5 @@
 """The op: schema, fake and composite front behave under opcheck, Inductor, inference mode and dynamic shapes."""
 
-import pytest
 import torch
 
 from fa4_inductor.runtime.ops import ATTENTION
@@ -39,10 +38,8 @@ def test_value_and_layout():
     assert out.transpose(1, 2).is_contiguous()
 
 
-def test_a_call_that_needs_gradients_is_refused_and_no_grad_is_not():
+def test_modes_without_gradients():
     q, k, v = operands(requires_grad=True)
-    with pytest.raises(RuntimeError, match="no backward"):
-        ATTENTION(q, k, v, [], CAUSAL.text, [], "reference")
     with torch.no_grad():
         assert not ATTENTION(q, k, v, [], CAUSAL.text, [], "reference").requires_grad
     with torch.inference_mode():
