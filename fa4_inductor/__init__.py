@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -45,5 +46,7 @@ def _register() -> None:
 
 
 sys.modules[__name__].__class__ = _Package
-if importlib.util.find_spec("torch") is not None:  # `doctor` must be able to say that torch is missing
+# `doctor` must be able to say that torch is missing; a process that only builds kernels (runtime.workers) compiles no
+# graph, and importing Dynamo takes it as long as a kernel
+if importlib.util.find_spec("torch") is not None and "_FA4_INDUCTOR_WORKER" not in os.environ:
     _register()

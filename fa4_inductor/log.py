@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -45,8 +46,9 @@ def counters() -> Counter[str]:
 
 
 def count(name: str, amount: int = 1) -> None:
-    """Add to one counter."""
-    counters()[name] += amount
+    """Add to one counter. A process without Dynamo, whose counters these are, has no reader: it builds kernels."""
+    if "torch._dynamo" in sys.modules:
+        counters()[name] += amount
 
 
 def artifact(name: str, payload: Callable[[], str]) -> None:

@@ -1,7 +1,7 @@
 """Several kernels of one graph at once. CuTe-DSL compiles one kernel per process at a time: the others get processes.
 
-A worker builds one kernel into the disk cache and exits; the parent then loads it from there. A worker that fails costs
-time only: the parent compiles what it does not find.
+Workers build kernels into the disk cache, one after the other as they are handed out; the parent builds too, and loads
+from the cache what the workers built. A worker that fails costs time only: the parent compiles what it does not find.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fa4_inductor import log
@@ -20,7 +21,7 @@ from fa4_inductor.runtime import compile as compiler
 from fa4_inductor.runtime.key import CompileKey
 from fa4_inductor.settings import Settings
 
-# A worker imports for about 4 s before it compiles for 2-4 s (2 cores, 2026-11-30): fewer kernels are faster in here.
+# A worker imports for about as long as a kernel takes to compile: fewer kernels are faster in here.
 _WORTH_WORKERS = 3
 _TIMEOUT_S = 300.0
 _log = log.get_logger(__name__)
@@ -30,53 +31,82 @@ def build_all(keys: Sequence[CompileKey], settings: Settings) -> dict[CompileKey
     """Make every kernel ready for its first launch. The value of a key is None, or why it cannot be built."""
     unique = list(dict.fromkeys(keys))
     cache = compiler.kernel_cache(settings)
-    missing = [key for key in unique if not compiler.has_failed(key) and cache.peek(key.digest()) is None]
-    spread = missing[1:] if settings.disk_cache and len(missing) >= _WORTH_WORKERS else []
-    workers = _start(spread[: settings.compile_threads - 1], settings)
+    missing = deque(key for key in unique if not compiler.has_failed(key) and cache.peek(key.digest()) is None)
+    workers: list[_Worker] = []
+    if settings.disk_cache and len(missing) >= _WORTH_WORKERS:
+        workers = [_Worker(missing, settings) for _ in range(min(settings.compile_threads, len(missing)) - 1)]
     results: dict[CompileKey, KernelUnavailable | None] = {}
     try:
-        for key in sorted(unique, key=lambda key: key in workers):
-            if key in workers:
-                _wait(workers[key])
-            try:
-                compiler.get_kernel(key, settings)
-                results[key] = None
-            except KernelUnavailable as error:
-                results[key] = error
+        for key in _taken_from(missing):
+            results[key] = _build(key, settings)
+        for worker in workers:
+            worker.wait()
     finally:
-        for worker in workers.values():
-            if worker.poll() is None:
-                worker.kill()
-    return results
+        for worker in workers:
+            worker.kill()
+    return {key: results[key] if key in results else _build(key, settings) for key in unique}
 
 
-def _start(keys: Sequence[CompileKey], settings: Settings) -> dict[CompileKey, subprocess.Popen[bytes]]:
-    root = str(Path(__file__).resolve().parents[2])
-    workers: dict[CompileKey, subprocess.Popen[bytes]] = {}
-    for key in keys:
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "PYTHONPATH": path, "CUTE_DSL_ARCH": key.arch}
-        environment["FA4_INDUCTOR_CACHE_DIR"] = str(settings.cache_dir)
-        with tempfile.TemporaryFile() as request:
-            request.write(json.dumps(key.describe()).encode())
-            request.seek(0)
-            command = [sys.executable, "-m", __name__]
-            try:
-                quiet = subprocess.DEVNULL
-                workers[key] = subprocess.Popen(command, stdin=request, stdout=quiet, stderr=quiet, env=environment)
-            except OSError as error:
-                _log.info("no worker process: %s", error)
-                break
-    return workers
+def _taken_from(queue: deque[CompileKey]) -> Iterator[CompileKey]:
+    """Keys until the queue, which several threads empty, is empty."""
+    while True:
+        try:
+            key = queue.popleft()
+        except IndexError:
+            return
+        yield key
 
 
-def _wait(worker: subprocess.Popen[bytes]) -> None:
+def _build(key: CompileKey, settings: Settings) -> KernelUnavailable | None:
     try:
-        worker.wait(_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        _log.info("a kernel worker took more than %s s", _TIMEOUT_S)
-        worker.kill()
-        worker.wait()
+        compiler.get_kernel(key, settings)
+        return None
+    except KernelUnavailable as error:
+        return error
+
+
+class _Worker:
+    """A process that builds the kernels that a thread of this process takes from a queue for it."""
+
+    def __init__(self, queue: deque[CompileKey], settings: Settings) -> None:
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        self._environment = {**os.environ, "PYTHONPATH": path, "_FA4_INDUCTOR_WORKER": "1"}
+        self._environment["FA4_INDUCTOR_CACHE_DIR"] = str(settings.cache_dir)
+        self._queue = queue
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._feed, daemon=True)
+        self._thread.start()
+
+    def _feed(self) -> None:
+        try:
+            for key in _taken_from(self._queue):
+                if self._process is None:
+                    self._process = self._start(key.arch)
+                assert self._process.stdin is not None and self._process.stdout is not None
+                self._process.stdin.write(json.dumps(key.describe()) + "\n")
+                self._process.stdin.flush()
+                if not self._process.stdout.readline():
+                    return  # it died; this key is built where all are collected
+        except OSError as error:
+            _log.info("a kernel worker ended: %s", error)
+
+    def _start(self, arch: str) -> subprocess.Popen[str]:
+        command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
+        environment = {**self._environment, "CUTE_DSL_ARCH": arch}
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment)
+
+    def wait(self) -> None:
+        """Until the worker has built what it was handed."""
+        self._thread.join(_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.info("a kernel worker took more than %s s", _TIMEOUT_S)
+
+    def kill(self) -> None:
+        """End the process, whatever it is doing."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 def key_from_json(text: str) -> CompileKey:
@@ -87,8 +117,13 @@ def key_from_json(text: str) -> CompileKey:
 
 
 def main() -> int:
-    """Build the kernel whose key is on standard input into the disk cache."""
-    compiler.get_kernel(key_from_json(sys.stdin.read()), Settings.from_env())
+    """Build the kernels whose keys come line by line into the disk cache; answer each with a line."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the toolchain prints is no answer
+    settings = Settings.from_env()
+    for line in sys.stdin:
+        failure = _build(key_from_json(line), settings)
+        print("built" if failure is None else "failed", file=answers, flush=True)
     return 0
 
 

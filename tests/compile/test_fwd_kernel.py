@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import sass
+import sass_report
 from programs import dense_bytes
 
 from fa4_inductor.kernels.cute.build import build_forward
@@ -37,34 +38,26 @@ def build(name: str, d: int, dv: int, options: str = "", **overrides):
     )  # fmt: skip
 
 
+# the others are in `python tests/compile/sass_report.py`
 @pytest.mark.skipif(sass.cuobjdump() is None, reason="needs the cuobjdump of the Triton wheel")
 @pytest.mark.parametrize(
-    ("name", "d", "per_score"),
+    "name",
     [
-        ("plain", 128, 5.7),
-        ("plain", 64, 5.4),
-        ("causal", 128, 5.5),
-        ("softcap_causal", 128, 7.7),
-        ("padding", 64, None),
-        ("t5_table", 64, None),
-        # these count a branch that is almost never taken: the maximum of a tile, and its subtraction
-        ("tma_bias", 128, 10.3),
-        ("tma_bias_wide_causal", 64, 9.3),
-        ("distance_table", 128, 8.5),
+        "plain D128", "plain D64", "causal D128", "softcap_causal D128", "alibi_causal D64", "window D128",
+        "relative_table D128", "dense_bias D128", "padding_causal D64",
     ],
-)
-def test_machine_code(name, d, per_score, tmp_path: Path):
-    compiled = build(name, d, d, f"--keep-cubin --dump-dir={tmp_path}")
-    code = sass.disassemble(compiled.artifacts.CUBIN, tmp_path)
-    assert sass.spills(code) == 0
-    loops = sass.mma_loops(code)
-    assert loops, "no loop issues wgmma"
-    if per_score is not None:
-        # each thread of a warpgroup holds tile_n / 2 scores of a tile
-        assert loops[0].total() / 64 <= per_score, loops[0].most_common()
-        assert loops[0]["R2UR"] <= 4, "the wgmma descriptors left the uniform registers"
-        if not fixture_program(name).__dict__.get("DENSE"):
-            assert loops[0]["FMNMX"] == 0, "full tiles need no running maximum"
+)  # fmt: skip
+def test_machine_code_is_within_its_bounds(name):
+    assert sass_report.beyond(name, sass_report.figures(name), sass_report.load_bounds()) == []
+
+
+def test_worse_machine_code_is_found():
+    bounds = {"p D64": {"full": 5.0, "masked": None, "r2ur": 0, "fmnmx": 0, "spills": 0}}
+    found = {"full": 5.0, "masked": 11.0, "hgmma": 12, "r2ur": 0, "fmnmx": 0, "spills": 0}
+    assert sass_report.beyond("p D64", found, bounds) == []
+    for worse in ({"full": 5.1}, {"spills": 2}, {"r2ur": 32}, {"hgmma": 0}):
+        assert len(sass_report.beyond("p D64", found | worse, bounds)) == 1
+    assert "has no bounds" in sass_report.beyond("q D64", found, bounds)[0]
 
 
 @pytest.mark.skipif(sass.cuobjdump() is None, reason="needs the cuobjdump of the Triton wheel")

@@ -1,5 +1,6 @@
 """The compile path without a GPU: program text to kernel, disk cache across processes, broken toolchains."""
 
+import collections
 import dataclasses
 import json
 import logging
@@ -148,8 +149,22 @@ def test_many_kernels_are_built_by_workers_and_loaded_from_disk(tmp_path):
     settings = Settings(cache_dir=tmp_path)
     keys = [dataclasses.replace(key_of(group=g), sources="as of this test") for g in (1, 2, 4, 4)]
     assert list(workers.build_all(keys, settings).values()) == [None] * 3
-    assert log.counters()["kernel_compiles"] == 1 and log.counters()["kernel_cache_hits"] == 2
-    assert workers.build_all(keys, settings).keys() == set(keys) and log.counters()["kernel_compiles"] == 1
+    built, loaded = log.counters()["kernel_compiles"], log.counters()["kernel_cache_hits"]
+    assert built + loaded == 3 and built < 3  # how many the workers get depends on the machine
+    assert workers.build_all(keys, settings).keys() == set(keys) and log.counters()["kernel_compiles"] == built
+
+
+def test_a_worker_builds_one_kernel_after_the_other(tmp_path, monkeypatch):
+    """Everything is left to two workers."""
+    settings = Settings(cache_dir=tmp_path)
+    keys = [dataclasses.replace(key_of(group=g), sources="as of this test") for g in (1, 2, 4)]
+    queue = collections.deque(keys)
+    handed_out = [workers._Worker(queue, settings) for _ in range(2)]
+    for worker in handed_out:
+        worker.wait()
+        worker.kill()
+    assert not queue and all(C.kernel_cache(settings).peek(key.digest()) is not None for key in keys)
+    assert "kernel_compiles" not in log.counters()
 
 
 def test_a_worker_that_dies_costs_only_time(tmp_path, monkeypatch):
