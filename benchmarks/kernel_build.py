@@ -116,7 +116,7 @@ def race(item: str, processes: int) -> None:
         racers = [
             subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) for _ in range(processes)
         ]
-        time.sleep(10)  # all have imported
+        time.sleep(6)  # all have imported
         for racer in racers:
             assert racer.stdin is not None
             racer.stdin.write("go\n")
