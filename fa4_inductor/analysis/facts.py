@@ -27,6 +27,7 @@ class AttentionFacts:
         visited, full: keys some row may keep, and keys all rows keep, of rows q_lo..q_hi.
         column: the factor of `keep` that only knows the key and is not a bound on it, such as padding; True when none.
         full_rest: as `full`, of the other factors.
+        row_visited, row_full_rest: as `visited` and `full_rest`, of the single row q_idx; bounds may be loaded by row.
         exact: per row the kept keys are exactly an interval, `row`.
         row: that interval of the row q_idx (its hull when not exact).
         score_bound: proven bound of |score| in natural units, or None.
@@ -41,6 +42,8 @@ class AttentionFacts:
     full: Interval
     column: Expr
     full_rest: Interval
+    row_visited: Interval
+    row_full_rest: Interval
     exact: bool
     row: Interval
     score_bound: float | None
@@ -93,6 +96,16 @@ class AttentionFacts:
         """As `kv_full`, with `column` left out of keep."""
         return _clipped(self.full_rest)
 
+    @property
+    def row_range(self) -> tuple[Expr, Expr] | None:
+        """As `kv_range`, of the row q_idx; None where that is kv_range with q_lo = q_hi = q_idx."""
+        return None if self.row_visited == self.visited.of_row() else self.row_visited.clipped()
+
+    @property
+    def row_full(self) -> tuple[Expr, Expr] | None:
+        """As `kv_full_rest`, of the row q_idx; None where that is kv_full_rest with q_lo = q_hi = q_idx."""
+        return None if self.row_full_rest == self.full_rest.of_row() else _clipped(self.row_full_rest)
+
 
 def _clipped(interval: Interval) -> tuple[Expr, Expr]:
     return (const(0), const(0)) if interval == NOTHING else interval.clipped()
@@ -130,6 +143,8 @@ def facts(spec: AttentionSpec, lengths: Lengths = UNKNOWN) -> AttentionFacts:
         full=inside,
         column=conjunction(column),
         full_rest=full(rest),
+        row_visited=visited(keep, single_row=True),
+        row_full_rest=full(rest, single_row=True),
         exact=exact,
         row=row,
         score_bound=score_bound(spec.score),

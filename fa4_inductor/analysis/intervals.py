@@ -56,38 +56,44 @@ def largest(a: Expr, b: Expr) -> Expr:
     return a if a is b else call("maximum", a, b)
 
 
-def visited(keep: Expr) -> Interval:
-    """Keys outside it are dropped by every row q_lo..q_hi. `keep` must be solved."""
+def visited(keep: Expr, single_row: bool = False) -> Interval:
+    """Keys outside it are dropped by every row q_lo..q_hi. `keep` must be solved.
+
+    single_row: the interval of the row `q_idx` instead. It may load by row, so it can be tighter than that of a range
+    of one row.
+    """
     if keep is TRUE:
         return EVERYTHING
     if keep is FALSE:
         return NOTHING
-    if keep.op == "and_":
-        return _intersect(visited(keep.args[0]), visited(keep.args[1]))
-    if keep.op == "or_":
-        return _hull(visited(keep.args[0]), visited(keep.args[1]))
+    if keep.op in ("and_", "or_"):
+        join = _intersect if keep.op == "and_" else _hull
+        return join(visited(keep.args[0], single_row), visited(keep.args[1], single_row))
     if (bound := _solved(keep)) is not None:
-        extent = row_extent(bound)
+        extent = _extent(bound, single_row)
         if extent is None:
             return EVERYTHING
         return Interval(hi=extent[1]) if keep.op == "lt" else Interval(lo=extent[0])
-    return _switched(keep) or EVERYTHING
+    return _switched(keep, single_row) or EVERYTHING
 
 
-def full(keep: Expr) -> Interval:
-    """Keys inside it are kept by every row q_lo..q_hi. `keep` must be solved."""
+def full(keep: Expr, single_row: bool = False) -> Interval:
+    """Keys inside it are kept by every row q_lo..q_hi. `keep` must be solved. single_row: as in `visited`."""
     if keep is TRUE:
         return EVERYTHING
-    if keep.op == "and_":
-        return _intersect(full(keep.args[0]), full(keep.args[1]))
-    if keep.op == "or_":
-        return _union_or_longer(full(keep.args[0]), full(keep.args[1]))
+    if keep.op in ("and_", "or_"):
+        join = _intersect if keep.op == "and_" else _union_or_longer
+        return join(full(keep.args[0], single_row), full(keep.args[1], single_row))
     if (bound := _solved(keep)) is not None:
-        extent = row_extent(bound)
+        extent = _extent(bound, single_row)
         if extent is None:
             return NOTHING
         return Interval(hi=extent[0]) if keep.op == "lt" else Interval(lo=extent[1])
-    return _switched(keep) or NOTHING
+    return _switched(keep, single_row) or NOTHING
+
+
+def _extent(bound: Expr, single_row: bool) -> tuple[Expr, Expr] | None:
+    return (bound, bound) if single_row else row_extent(bound)
 
 
 def _solved(keep: Expr) -> Expr | None:
@@ -97,9 +103,9 @@ def _solved(keep: Expr) -> Expr | None:
     return None
 
 
-def _switched(condition: Expr) -> Interval | None:
-    """A condition on (b, h) alone keeps all keys or none."""
-    if condition.free & {"kv_idx", "q_idx"}:
+def _switched(condition: Expr, single_row: bool) -> Interval | None:
+    """A condition on (b, h) alone, or on the single row, keeps all keys or none."""
+    if condition.free & ({"kv_idx"} if single_row else {"kv_idx", "q_idx"}):
         return None
     return Interval(hi=call("where", condition, _SEQLEN_K, _ZERO))
 

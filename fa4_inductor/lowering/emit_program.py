@@ -32,6 +32,8 @@ _ARGUMENTS = {
     "keep_column": "ctx, b, h, kv_idx, u, c",
     "kv_range": "ctx, b, h, q_lo, q_hi",
     "kv_full": "ctx, b, h, q_lo, q_hi",
+    "row_range": "ctx, b, h, q_idx",
+    "row_full": "ctx, b, h, q_idx",
     "sink": "ctx, b, h, q_idx",
     "dense_index": "ctx, b, h",
     "row_values": "ctx, b, h, q_idx",
@@ -60,6 +62,8 @@ class _Roots:
     sink: Expr | None
     kv_range: tuple[Expr, Expr]
     kv_full: tuple[Expr, Expr]
+    row_range: tuple[Expr, ...]
+    row_full: tuple[Expr, ...]
     dense: tuple[Expr, ...] = ()
     shifted: Expr | None = None
     unit_stride: tuple[int, ...] = ()
@@ -110,6 +114,9 @@ def emit_program(
             parts.append(_function("keep_column", [roots.column], spec, roots, given))
         parts.append(_function("kv_range", list(roots.kv_range), spec, roots, {}))
         parts.append(_function("kv_full", list(roots.kv_full), spec, roots, {}))
+        for name, bounds in (("row_range", roots.row_range), ("row_full", roots.row_full)):
+            if bounds:
+                parts.append(_function(name, list(bounds), spec, roots, {}))
     if roots.sink is not None:
         parts.append(_function("sink", [roots.sink], spec, roots, {}))
     if dense:
@@ -173,10 +180,13 @@ def _roots(
     keep, column = _prepared(facts.keep, dense), _prepared(facts.column) if columns_apart else TRUE
     sink = None if spec.sink is None else _prepared(scaled(spec.sink, LOG2_E))
     ranges = [_prepared(e) for e in (*facts.kv_range, *(facts.kv_full_rest if columns_apart else facts.kv_full))]
+    of_row = (facts.row_range, facts.row_full) if columns_apart else (None, None)
+    row_range, row_full = (tuple(map(_prepared, bounds or ())) for bounds in of_row)
     logits = [e for e in (logit, with_shift, sink) if e is not None]
-    exact = exact_nodes(logits, [keep, column, *ranges] if fast_math else [keep, column, *ranges, *logits])
+    bounds = [keep, column, *ranges, *row_range, *row_full]
+    exact = exact_nodes(logits, bounds if fast_math else [*bounds, *logits])
     kv_range, kv_full = (ranges[0], ranges[1]), (ranges[2], ranges[3])
-    return _Roots(logit, keep, column, sink, kv_range, kv_full, dense, with_shift, exact=exact)
+    return _Roots(logit, keep, column, sink, kv_range, kv_full, row_range, row_full, dense, with_shift, exact=exact)
 
 
 def _of_raw_product(e: Expr, softmax_scale: float) -> Expr:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from fa4_inductor.lowering.split_config import SplitConfig, workspace_size
+
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "compile"))
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -115,6 +117,9 @@ def make_aux(name: str, rng: random.Random, b: int, h: int, sq: int, sk: int) ->
         return (torch.randn(33, h, device="cuda"),)
     if name == "sink_window":
         return (torch.randn(h, device="cuda").to(torch.bfloat16),)
+    if name == "cache_positions":
+        last = rng.randrange(sk)
+        return (torch.tensor([max(0, last - sq + 1 + i) for i in range(sq)], device="cuda"),)
     if name == "document_causal":
         cuts = torch.rand(b, max(sq, sk), device="cuda") < 0.02
         return (torch.cumsum(cuts, 1),)
@@ -128,12 +133,17 @@ def reference(name: str, x: Inputs, low_precision: bool) -> tuple[torch.Tensor, 
     sk, group = x.k.shape[2], h // x.k.shape[1]
     k = x.k.expand(b, -1, -1, -1).repeat_interleave(group, 1).to(dtype)
     v = x.v.expand(b, -1, -1, -1).repeat_interleave(group, 1).to(dtype)
+    if name == "cache_positions":
+        # unused slots are NaN
+        k, v = k.nan_to_num(), v.nan_to_num()
     s = (x.q.to(dtype) @ k.transpose(-1, -2)).mul(x.scale)
     qi = torch.arange(sq, device="cuda")[:, None]
     ki = torch.arange(sk, device="cuda")[None]
     keep = torch.ones(b, 1, sq, sk, dtype=torch.bool, device="cuda")
     if "causal" in name:
-        keep = keep & (ki <= qi)
+        keep = keep & (ki <= qi + (x.sizes[0] if name == "offset_causal" else 0))
+    if name == "cache_positions":
+        keep = keep & (ki <= x.aux[0][:, None])
     if name in ("window", "sink_window"):
         keep = keep & (ki <= qi) & (ki > qi - x.sizes[0])
     if name == "softcap_causal":
@@ -169,11 +179,19 @@ def reference(name: str, x: Inputs, low_precision: bool) -> tuple[torch.Tensor, 
     return out, lse
 
 
-def random_inputs(name: str, rng: random.Random, dtype: str, dims: tuple[int, int], group: int) -> Inputs:
-    """Odd lengths, Sq != Sk, batch-1 K and V, several memory layouts."""
+_LENGTHS = (
+    [1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 255, 300, 521, 640],
+    [1, 7, 64, 80, 127, 128, 129, 200, 257, 384, 521, 777],
+)
+_DECODE_LENGTHS = ([1, 1, 1, 2, 3, 7, 16, 17, 64, 100, 300], [1, 7, 63, 64, 65, 129, 300, 777, 1500, 4100])
+
+
+def random_inputs(
+    name: str, rng: random.Random, dtype: str, dims: tuple[int, int], group: int, decode: bool = False
+) -> Inputs:
+    """Odd lengths, Sq != Sk, batch-1 K and V, several memory layouts. decode: few queries, more keys."""
     b, hkv = rng.choice([1, 2, 3]), rng.choice([1, 2])
-    sq = rng.choice([1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 255, 300, 521, 640])
-    sk = rng.choice([1, 7, 64, 80, 127, 128, 129, 200, 257, 384, 521, 777])
+    sq, sk = map(rng.choice, _DECODE_LENGTHS if decode else _LENGTHS)
     if name in ("document_causal",):
         sk = sq
     b_kv = rng.choice([1, b])
@@ -187,13 +205,30 @@ def random_inputs(name: str, rng: random.Random, dtype: str, dims: tuple[int, in
         k[:, :, : sk // 2] *= rng.choice([8.0, 60.0])
     aux = make_aux(name, rng, b, hkv * group, sq, sk)
     sizes = (rng.choice([1, 17, 128, 200, 4096]),) if "window" in name else ()
+    if name == "offset_causal":
+        sizes = (rng.choice([max(0, sk - sq), 0, 5]),)
+    if name == "cache_positions":
+        unused = int(aux[0].max()) + 1
+        k[:, :, unused:], v[:, :, unused:] = math.nan, math.nan
     return Inputs(q, k, v, dims[0] ** -0.5, aux, sizes)
 
 
+def split_arguments(config: SplitConfig, x: Inputs, num_splits: int) -> tuple[torch.Tensor | None, int]:
+    """What the split-KV kernel takes besides: a poisoned workspace, and the number of splits."""
+    if not config.split:
+        return None, 1
+    b, h, sq, _ = x.q.shape
+    size = workspace_size(num_splits, b * h * sq, x.v.shape[-1])
+    return torch.full((size,), math.nan, device="cuda"), num_splits
+
+
 def launch(
-    compiled: Any, program: ModuleType, x: Inputs, need_lse: bool
+    compiled: Any, program: ModuleType, x: Inputs, need_lse: bool, *more: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """Run the compiled kernel on poisoned outputs; returns (out, lse, guard rows untouched)."""
+    """Run the compiled kernel, with arguments that only it takes, on poisoned outputs.
+
+    Returns (out, lse, guard rows untouched).
+    """
     b, h, sq, _ = x.q.shape
     buffer = torch.full((b, sq + GUARD_ROWS, h, x.v.shape[-1]), GUARD, dtype=x.q.dtype, device="cuda")
     out = buffer[:, :sq].transpose(1, 2)
@@ -202,7 +237,7 @@ def launch(
     if program.EMPTY_ROW == "mean" and program.MAY_BE_EMPTY:
         mean = x.v.float().mean(2)
     aux = tuple(t.view(torch.uint8) if t.dtype == torch.bool else t for t in x.aux) or None
-    compiled(x.q, x.k, x.v, out, lse, mean, x.scale, aux, x.sizes or None)
+    compiled(x.q, x.k, x.v, out, lse, mean, x.scale, aux, x.sizes or None, *more)
     torch.cuda.synchronize()
     return out, lse, bool((buffer[:, sq:] == GUARD).all())
 

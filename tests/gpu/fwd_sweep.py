@@ -1,4 +1,4 @@
-"""Random sweep of the forward kernel against fp32, several processes at once because each program compiles for seconds.
+"""Random sweep of the kernels against fp32, several processes at once because each program compiles for seconds.
 
 Run as a script: python tests/gpu/fwd_sweep.py --workers 8 --per-job 10
 """
@@ -45,11 +45,29 @@ def jobs() -> list[Job]:
     return table
 
 
+def split_jobs() -> list[Job]:
+    """The same of the split-KV kernel, which has no dense tiles."""
+    table: list[Job] = []
+    for i, name in enumerate((*_NAMES, "offset_causal", "cache_positions")):
+        kind, other = ("float16", "bfloat16") if i % 2 else ("bfloat16", "float16")
+        table.append((name, kind, 128, 128, 4, i % 3 != 0, (("split", True),)))
+        table.append((name, other, 64, 64, 1 + i % 3, i % 3 == 0, (("split", i % 4 < 2),)))
+    for i, d in enumerate((64, 80, 96, 128, 192, 256)):
+        table.append(("plain", "bfloat16", d, d, 8, True, (("split", True),)))
+        table.append(("offset_causal", "bfloat16", d, d, 1 + i, True, (("split", False),)))
+    for dims in ((192, 128), (64, 128), (128, 256), (80, 64)):
+        table.append(("window", "bfloat16", *dims, 2, True, (("split", True),)))
+    table.append(("causal", "bfloat16", 128, 128, 48, True, (("split", True),)))
+    return table
+
+
 def run_job(job: Job, count: int, seed: int) -> tuple[Job, int, list[str], float]:
     """Build one kernel and check it on `count` random shapes; returns the failures."""
     import fwd_cases as cases
     import prebuilt
     import torch
+
+    from fa4_inductor.lowering.split_config import SplitConfig
 
     name, dtype, d, dv, group, need_lse, overrides = job
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -63,22 +81,25 @@ def run_job(job: Job, count: int, seed: int) -> tuple[Job, int, list[str], float
         compiled = prebuilt.forward(name, dtype, d, dv, group, need_lse, config)
         built = time.time() - started
         for _ in range(count):
-            x = cases.random_inputs(name, rng, dtype, (d, dv), group)
-            out, lse, guard = cases.launch(compiled, program, x, need_lse)
+            few = isinstance(config, SplitConfig)
+            x = cases.random_inputs(name, rng, dtype, (d, dv), group, decode=few)
+            more = cases.split_arguments(config, x, rng.choice([1, 2, 3, 7, 33, 256])) if few else ()
+            out, lse, guard = cases.launch(compiled, program, x, need_lse, *more)
             wrong = cases.check(name, x, out, lse, guard)
             if wrong:
                 shapes = f"q{tuple(x.q.shape)} k{tuple(x.k.shape)} sizes{x.sizes} strides{x.q.stride()} {x.k.stride()}"
+                shapes += f" splits {more[1]}" if more else ""
                 failures.append(f"{wrong} at {shapes}")
     except Exception:
         return job, count, [traceback.format_exc()[-1500:]], time.time() - started
     return job, count, failures, built
 
 
-def sweep(workers: int, per_job: int, seed: int) -> tuple[int, list[str]]:
-    """Run every job; returns (combinations checked, failures)."""
+def sweep(table: list[Job], workers: int, per_job: int, seed: int) -> tuple[int, list[str]]:
+    """Run these jobs; returns (combinations checked, failures)."""
     checked, failures = 0, []
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for job, count, wrong, built in pool.map(run_job, jobs(), [per_job] * len(jobs()), [seed] * len(jobs())):
+        for job, count, wrong, built in pool.map(run_job, table, [per_job] * len(table), [seed] * len(table)):
             checked += count
             failures += [f"{job}: {text}" for text in wrong]
             print(f"{'FAIL' if wrong else 'ok':4s} {job} build {built:.1f}s {wrong[:1]}", flush=True)
@@ -90,7 +111,8 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--per-job", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kernel", choices=("forward", "split"), default="forward")
     args = parser.parse_args()
-    checked, failures = sweep(args.workers, args.per_job, args.seed)
+    checked, failures = sweep(split_jobs() if args.kernel == "split" else jobs(), args.workers, args.per_job, args.seed)
     print(f"{checked} combinations, {len(failures)} failures")
     raise SystemExit(bool(failures))

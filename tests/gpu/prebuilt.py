@@ -31,21 +31,29 @@ def _fingerprint(parts: Any) -> str:
 
 def resolve_config(name: str, d: int, dv: int, overrides: Any, long_q: bool = False) -> Any:
     from fa4_inductor.lowering.config_table import select_config
+    from fa4_inductor.lowering.split_config import select_split_config
 
     program = cases.load_program(name)
+    overrides = dict(overrides)
+    if "split" in overrides:
+        split = select_split_config(d, dv, overrides["split"])
+        assert split is not None
+        return dataclasses.replace(split, **overrides)
     config = select_config(
         d, dv, program.MASKED, program.PLAIN, len(getattr(program, "AUX", ())),
         windowed="window" in name, long_q=long_q, dense_bytes=dense_bytes(program),
     )  # fmt: skip
     assert config is not None
-    return dataclasses.replace(config, **dict(overrides))
+    return dataclasses.replace(config, **overrides)
 
 
 def build(name: str, dtype: str, d: int, dv: int, group: int, need_lse: bool, config: Any) -> Any:
-    from fa4_inductor.kernels.cute.build import build_forward
+    from fa4_inductor.kernels.cute.build import build_forward, build_split
+    from fa4_inductor.lowering.split_config import SplitConfig
 
     program = cases.load_program(name)
-    return build_forward(
+    compile_ = build_split if isinstance(config, SplitConfig) else build_forward
+    return compile_(
         program, dtype, d, dv, group, aux=getattr(program, "AUX", ()), num_sizes=getattr(program, "NUM_SIZES", 0),
         need_lse=need_lse, config=config,
     )  # fmt: skip
@@ -93,4 +101,5 @@ def export_all(folder: str, jobs: list[Any], workers: int = 2) -> list[str]:
 if __name__ == "__main__":
     import fwd_sweep
 
-    print(len(export_all(sys.argv[1], fwd_sweep.jobs())), "kernels in", sys.argv[1])
+    jobs = fwd_sweep.jobs() + fwd_sweep.split_jobs()
+    print(len(export_all(sys.argv[1], jobs)), "kernels in", sys.argv[1])

@@ -30,8 +30,9 @@ from cutlass.runtime import make_fake_stream
 
 from fa4_inductor.kernels.cute.fwd_sm90 import FwdSm90
 from fa4_inductor.kernels.cute.program import needs_v_mean
+from fa4_inductor.kernels.cute.split_sm90 import SplitSm90
 
-__all__ = ["build_forward", "needs_v_mean"]
+__all__ = ["build_forward", "build_split", "needs_v_mean"]
 
 _DTYPES: dict[str, Any] = {
     "uint8": cutlass.Uint8,
@@ -108,10 +109,55 @@ def build_forward(
     Raises:
         ValueError: if the configuration does not fit. Whatever cute.compile raises.
     """
-    element = _DTYPES[dtype]
     aux_types = tuple(_DTYPES[name] for name, _ in aux)
-    fwd = FwdSm90(program, element, head_dim, head_dim_v, group, config, num_sms, aux_types)
-    q, k, v, out = (_operand(element, d) for d in (head_dim, head_dim, head_dim_v, head_dim_v))
+    fwd = FwdSm90(program, _DTYPES[dtype], head_dim, head_dim_v, group, config, num_sms, aux_types)
+    return _compile(fwd, (head_dim, head_dim_v), aux, num_sizes, need_lse, (), options)
+
+
+def build_split(
+    program: ModuleType,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    group: int,
+    *,
+    aux: tuple[tuple[str, int], ...] = (),
+    num_sizes: int = 0,
+    need_lse: bool = False,
+    config: Any,
+    options: str = "",
+) -> Any:
+    """Compile the split-KV kernel: as `build_forward`, for a program without DENSE.
+
+    Args:
+        config: lowering.split_config.SplitConfig.
+
+    Returns:
+        The compiled function. It takes two more arguments after those in this module's docstring:
+            workspace   float32, 1-D, contiguous, of split_config.workspace_size elements of any content; None iff
+                        config.split is False
+            num_splits  int in [1, split_combine.MAX_SPLITS]; 1 without config.split
+
+    Raises:
+        ValueError: if the configuration does not fit. Whatever cute.compile raises.
+    """
+    fwd = SplitSm90(program, _DTYPES[dtype], head_dim, head_dim_v, group, config)
+    workspace = make_fake_tensor(Float32, (cute.sym_int32(),), (1,), assumed_align=16) if config.split else None
+    return _compile(fwd, (head_dim, head_dim_v), aux, num_sizes, need_lse, (workspace, Int32(1)), options)
+
+
+def _compile(
+    fwd: Any,
+    head_dims: tuple[int, int],
+    aux: tuple[tuple[str, int], ...],
+    num_sizes: int,
+    need_lse: bool,
+    more: tuple[Any, ...],
+    options: str,
+) -> Any:
+    """cute.compile with fake arguments in the order of this module's docstring, then `more`."""
+    d, dv = head_dims
+    q, k, v, out = (_operand(fwd.dtype, size) for size in (d, d, dv, dv))
     return cute.compile(
         fwd,
         q,
@@ -123,6 +169,7 @@ def build_forward(
         Float32(1.0),
         aux_operands(aux, fwd.program.unit_stride, fwd.program.dense),
         tuple(Int32(1) for _ in range(num_sizes)) or None,
+        *more,
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}".strip(),
     )

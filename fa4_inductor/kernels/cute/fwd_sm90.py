@@ -9,15 +9,20 @@ from types import ModuleType, SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.utils import LayoutEnum
+from cutlass.cute.nvgpu import cpasync
 
 from fa4_inductor.kernels.cute import ops
 from fa4_inductor.kernels.cute.consumer import Consumer, consume
 from fa4_inductor.kernels.cute.dense import query_major
 from fa4_inductor.kernels.cute.epilogue import OutputStore
+from fa4_inductor.kernels.cute.operands import (
+    attention_mma,
+    head_major,
+    padded_head_dim,
+    slab_layout,
+    transposed_stages,
+)
 from fa4_inductor.kernels.cute.producer import Barriers, KeyLoad, RingLoad, produce
 from fa4_inductor.kernels.cute.program import Program, ProgramContext
 from fa4_inductor.kernels.cute.redo import MAX_ROUNDS, REDO_WORDS, RedoList
@@ -26,18 +31,6 @@ from fa4_inductor.kernels.cute.tiles import TileOrder
 
 _REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}  # consumer, producer; by number of consumer warpgroups
 _L2_BYTES_FOR_KV = 24 << 20  # K and V of one section of heads should stay in L2 (50 MB) where it can be small
-
-
-def _slab_layout(dtype, rows: int, columns: int, stages: int):
-    """Shared-memory layout (rows, columns, stages) with `columns` contiguous, in the widest swizzle that fits."""
-    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns)
-    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns, stages), order=(0, 1, 2))
-
-
-def _transposed(tensor: cute.Tensor) -> cute.Tensor:
-    """(n, d, stage) seen as (d, n, stage)."""
-    n, d, stages = tensor.shape
-    return cute.composition(tensor, cute.make_ordered_layout((d, n, stages), order=(1, 0, 2)))
 
 
 class Tma(TraceObject):
@@ -96,8 +89,8 @@ class FwdSm90:
         self.program = Program(program)
         self.dtype, self.group, self.config, self.num_sms = dtype, group, config, num_sms
         self.head_dim, self.head_dim_v = head_dim, head_dim_v
-        self.tile_d = 96 if head_dim == 80 else head_dim
-        self.tile_dv = 96 if head_dim_v == 80 else head_dim_v
+        self.tile_d = padded_head_dim(head_dim)
+        self.tile_dv = padded_head_dim(head_dim_v)
         self.dense_types = [aux_types[slot] for slot in self.program.dense]
         dense_bytes = sum(t.width // 8 for t in self.dense_types)
         plan = config.smem(self.tile_d, self.tile_dv, dense_bytes)
@@ -114,21 +107,7 @@ class FwdSm90:
 
     def tiled_mma(self) -> tuple:
         """wgmma of one warpgroup for Q K^T (both from shared memory) and for P V (P from registers)."""
-        major = OperandMajorMode
-        qk = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.K, Float32, (1, 1, 1), (64, self.config.tile_n)
-        )
-        pv = hopper.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            major.K,
-            major.MN,
-            Float32,
-            (1, 1, 1),
-            (64, self.tile_dv),
-            warpgroup.OperandSource.RMEM,
-        )
-        return qk, pv
+        return attention_mma(self.dtype, self.config.tile_n, self.tile_dv)
 
     def layouts(self) -> SimpleNamespace:
         """Shared-memory layouts: q, o (64, D, warpgroup), k, v (tile_n, D, stage), dense tiles (64, tile_n, slab).
@@ -137,12 +116,12 @@ class FwdSm90:
         """
         config = self.config
         return SimpleNamespace(
-            q=_slab_layout(self.dtype, 64, self.tile_d, config.num_consumers),
-            k=_slab_layout(self.dtype, config.tile_n, self.tile_d, config.num_stages),
-            v=_slab_layout(self.dtype, config.tile_n, self.tile_dv, config.num_stages),
-            o=_slab_layout(self.dtype, 64, self.tile_dv, config.num_consumers),
+            q=slab_layout(self.dtype, 64, self.tile_d, config.num_consumers),
+            k=slab_layout(self.dtype, config.tile_n, self.tile_d, config.num_stages),
+            v=slab_layout(self.dtype, config.tile_n, self.tile_dv, config.num_stages),
+            o=slab_layout(self.dtype, 64, self.tile_dv, config.num_consumers),
             dense=[
-                _slab_layout(t, 64, config.tile_n, config.num_consumers * config.num_stages) for t in self.dense_types
+                slab_layout(t, 64, config.tile_n, config.num_consumers * config.num_stages) for t in self.dense_types
             ],
         )
 
@@ -175,10 +154,6 @@ class FwdSm90:
         }
         return cute.struct(Storage)
 
-    def _head_major(self, tensor: cute.Tensor) -> cute.Tensor:
-        """(B, H, S, D) seen as (S, D, H, B)."""
-        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 3, 1, 0]))
-
     @cute.jit
     def __call__(
         self,
@@ -194,7 +169,7 @@ class FwdSm90:
         stream,
     ):
         layouts = self.layouts()
-        q, k, v, out = (self._head_major(t) for t in (q, k, v, out))
+        q, k, v, out = (head_major(t) for t in (q, k, v, out))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         slab = [0, 1]
         tma_q = cpasync.make_tiled_tma_atom(load, q, cute.select(layouts.q, mode=slab), (64, self.tile_d))
@@ -322,4 +297,4 @@ class FwdSm90:
             getattr(storage, f"dense{i}").get_tensor(layout.outer, swizzle=layout.inner)
             for i, layout in enumerate(layouts.dense)
         ]
-        return SimpleNamespace(q=q, k=k, v=v, o=o, v_transposed=_transposed(v), dense=dense)
+        return SimpleNamespace(q=q, k=k, v=v, o=o, v_transposed=transposed_stages(v), dense=dense)

@@ -34,6 +34,7 @@ class Program(TraceObject):
     that is not MASKED; `score` for a PLAIN one; `sink` without HAS_SINK.
     `keep_column` (optional): keep_column(ctx, b, h, kv_idx, u, c) -> Boolean is a factor of keep that knows only the
     key; kv_full then speaks of the other factors alone, and full tiles test their columns instead of every element.
+    `row_range`, `row_full` (optional): kv_range and kv_full of one row, where a bound loaded by row makes them tighter.
     RAW_SCORE (optional, False): `score` receives q.k without the scale and multiplies by ctx.softmax_scale itself, so
     that it can fold the scale into its own constants (once, in `uniform`).
     `shifted_score` (optional): shifted_score(ctx, s, ..., c, shift) is score + shift in fewer instructions.
@@ -98,6 +99,19 @@ class Program(TraceObject):
 
     def keep_column(self, ctx: ProgramContext, b, h, kv_idx, u, c) -> Boolean:
         return Boolean(self.module.keep_column(ctx, b, h, kv_idx, u, c))
+
+    def row_range(self, ctx: ProgramContext, b, h, q_idx) -> tuple[Int32, Int32]:
+        """[lo, hi): keys outside are dropped by this row."""
+        return self._row_bounds("row_range", "kv_range", ctx, b, h, q_idx)
+
+    def row_full(self, ctx: ProgramContext, b, h, q_idx) -> tuple[Int32, Int32]:
+        """[lo, hi): keys inside are kept by this row, as far as keep_column has no say; lo >= hi: none."""
+        return self._row_bounds("row_full", "kv_full", ctx, b, h, q_idx)
+
+    def _row_bounds(self, name: str, of_rows: str, ctx: ProgramContext, b, h, q_idx) -> tuple[Int32, Int32]:
+        fn = getattr(self.module, name, None)
+        bounds = getattr(self.module, of_rows)(ctx, b, h, q_idx, q_idx) if fn is None else fn(ctx, b, h, q_idx)
+        return Int32(bounds[0]), Int32(bounds[1])
 
     def dense_index(self, ctx: ProgramContext, b: Int32, h: Int32) -> tuple:
         """Per dense tile, the indices before [q_idx, kv_idx]."""

@@ -141,7 +141,12 @@ def key_tiles(
         lo, hi = (Int32(x) for x in program.module.kv_range(ctx, b, h, q_lo, q_hi))
         lo, hi = ops.imax(lo, 0), ops.imin(hi, seqlen_k)
         full_lo, full_hi = (Int32(x) for x in program.module.kv_full(ctx, b, h, q_lo, q_hi))
-        full_lo, full_hi = ops.imax(full_lo, lo), ops.imin(full_hi, hi)
+    return classify(lo, hi, full_lo, full_hi, tile_n, all_masked)
+
+
+def classify(lo: Int32, hi: Int32, full_lo: Int32, full_hi: Int32, tile_n: int, all_masked) -> KeyTiles:
+    """Tiles of the keys [lo, hi), of which [full_lo, full_hi) need no mask; all_masked as in `key_tiles`."""
+    full_lo, full_hi = ops.imax(full_lo, lo), ops.imin(full_hi, hi)
     n_lo = lo // tile_n
     n_hi = ops.select(hi > lo, (hi + tile_n - 1) // tile_n, n_lo)
     f_lo = (full_lo + tile_n - 1) // tile_n

@@ -36,6 +36,12 @@ def check_ranges(spec: AttentionSpec, sq: int, sk: int, size0: int) -> None:
     lo, hi = (value(e, sq, sk, size0, shape, q_lo=q_lo, q_hi=q_hi) for e in f.kv_full_rest)
     column = value(f.column, sq, sk, size0, (B, H, 1, sk))
     assert not ((keys >= lo) & (keys < hi) & column & ~all_kept).any(), f"dropped inside {f.kv_full_rest} of {f.column}"
+    rows_of_one = {"q_lo": rows.view(1, 1, -1, 1), "q_hi": rows.view(1, 1, -1, 1)}
+    lo, hi = (value(e, sq, sk, size0, (B, H, sq, 1), **rows_of_one) for e in f.row_range or f.kv_range)
+    assert not (kept & ~((keys >= lo) & (keys < hi))).any(), f"a kept key is outside {f.row_range}"
+    assert ((lo >= 0) & (hi <= sk)).all()
+    lo, hi = (value(e, sq, sk, size0, (B, H, sq, 1), **rows_of_one) for e in f.row_full or f.kv_full_rest)
+    assert not ((keys >= lo) & (keys < hi) & column & ~kept).any(), f"a dropped key is inside {f.row_full}"
     if f.exact:
         lo, hi = (value(e, sq, sk, size0, (B, H, sq, 1)) for e in f.row.clipped())
         assert torch.equal(kept, (keys >= lo) & (keys < hi))
@@ -72,6 +78,19 @@ NAMED = {
     "padding": ("aux0[b, kv_idx] & (kv_idx <= q_idx)", False),
     "documents": ("(aux2[b, kv_idx] == aux2[b, q_idx]) & (kv_idx <= q_idx)", False),
 }
+
+
+def test_a_bound_loaded_by_row_is_known_for_a_single_row():
+    """A static cache: queries at positions that only the device knows."""
+    spec = parse_spec("fa4/1; aux=int64[1]; sizes=0; scale=1.0; score=score; keep=kv_idx <= aux0[q_idx]; empty_row=nan")
+    f = facts(spec)
+    assert f.kv_range == (E.const(0), E.size("seqlen_k"))
+    assert f.row_range is not None and f.row_range[1] is E.call(
+        "minimum", E.size("seqlen_k"), parse_expr("aux0[q_idx] + 1", spec.aux)
+    )
+    assert f.row_full == f.row_range
+    causal = facts(spec_of(parse_expr("kv_idx <= q_idx")))
+    assert causal.row_range is None and causal.row_full is None
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -146,6 +146,18 @@ def test_ranges_are_those_of_the_facts(name):
         assert torch.equal(*torch.broadcast_tensors(_tensor(bound), want)), expression
 
 
+@pytest.mark.parametrize("keep", ["kv_idx <= aux0[q_idx]", "(kv_idx <= aux0[q_idx]) & (kv_idx > aux0[q_idx] - 3)"])
+def test_bounds_loaded_by_row(keep):
+    spec = spec_of(keep=keep, aux="int64[1]")
+    aux, names = [torch.tensor([0, 4, 2, 5, 1])], grid(B, H, SQ, SK)
+    module = execute(emit_program(spec, facts(spec)))
+    arguments = context(aux, []), names["b"], names["h"], names["q_idx"]
+    kept = evaluate(spec.keep, Env(names, aux))
+    for bounds in (module.row_range(*arguments), module.row_full(*arguments)):
+        lo, hi = map(_tensor, bounds)
+        assert torch.equal(*torch.broadcast_tensors((names["kv_idx"] >= lo) & (names["kv_idx"] < hi), kept))
+
+
 @pytest.mark.parametrize("name", [n for n, s in OPS_PROGRAMS.items() if s.aux])
 def test_elements_beyond_the_lengths_read_inside_their_tensors(name):
     spec = OPS_PROGRAMS[name]

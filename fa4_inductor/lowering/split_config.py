@@ -1,0 +1,145 @@
+"""Configuration of the split-KV kernel, and when and with how many splits it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fa4_inductor.lowering.config_table import HEAD_DIMS, LONG_SEQLEN_Q, padded_head_dim
+from fa4_inductor.runtime.target import Target
+
+TILE_M = 64
+"""Packed query rows per tile: rows of all heads that share a key head."""
+_SM_SMEM_BYTES = 228 << 10
+_CTA_SMEM_BYTES = 227 << 10
+_RESERVED_BYTES = 1024  # of each CTA, for the driver
+_BARRIER_BYTES = 1024
+_MAX_STAGES = 6
+_FORWARD_TILE_M = 128
+MAX_SPLITS = 256
+_CTA_COST, _MERGE_COST = 1.0, 2.0
+
+
+class Variant(enum.Enum):
+    """Which of a program's kernels a launch takes, by its shapes. Each is right for every shape."""
+
+    FORWARD = "forward"
+    LONG = "long"  # the forward kernel as configured for many query rows
+    DIRECT = "direct"  # few query rows; the split-KV kernel with one split
+    SPLIT = "split"
+
+
+SPLIT_VARIANTS = (Variant.DIRECT, Variant.SPLIT)
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """Static shape of the split-KV kernel.
+
+    Attributes:
+        split: results go through a workspace and are merged; False: there is one split, which writes the output.
+        tile_n: keys per tile. num_stages: K tiles (and V tiles) held in shared memory.
+        ctas_per_sm: CTAs that share an SM, so that one computes while another waits for memory.
+    """
+
+    split: bool
+    tile_n: int = 64
+    num_stages: int = 3
+    ctas_per_sm: int = 2
+
+    # One consumer warpgroup, which therefore takes no turns with others.
+    num_consumers: ClassVar[int] = 1
+    order_warpgroups: ClassVar[bool] = False
+
+    def fits(self, tile_d: int, tile_dv: int) -> bool:
+        """Whether an SM has the shared memory, at padded head dims in a half type."""
+        size = 2
+        rows = TILE_M * tile_d + self.num_stages * self.tile_n * (tile_d + tile_dv)
+        cta = rows * size + _BARRIER_BYTES
+        return cta <= _CTA_SMEM_BYTES and self.ctas_per_sm * (cta + _RESERVED_BYTES) <= _SM_SMEM_BYTES
+
+    @property
+    def text(self) -> str:
+        """The fields as JSON, for keys."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def parse(cls, text: str) -> SplitConfig:
+        """The configuration that wrote `text`."""
+        return cls(**json.loads(text))
+
+
+def select_split_config(head_dim: int, head_dim_v: int, split: bool) -> SplitConfig | None:
+    """Configuration for these head dims, or None where the kernel does not support them.
+
+    As many stages as fit, because bytes in flight are what hides the latency of memory: 100 KiB of K and V per SM and
+    more. Two CTAs per SM overlap the softmax of one with the matrix products of the other; behind head_dim_v 128 the
+    accumulator leaves no registers for a second.
+    """
+    if head_dim not in HEAD_DIMS or head_dim_v not in HEAD_DIMS:
+        return None
+    dims = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    for ctas_per_sm in (2, 1) if dims[1] <= 128 else (1,):
+        for num_stages in range(_MAX_STAGES, 1, -1):
+            config = SplitConfig(split, num_stages=num_stages, ctas_per_sm=ctas_per_sm)
+            if config.fits(*dims):
+                return config
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_variant(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dims: tuple[int, int],
+    target: Target,
+    dense: bool = False,
+) -> tuple[Variant, int]:
+    """The kernel for these shapes, and its splits (1 unless it is SPLIT).
+
+    The forward kernel's tiles have 128 query rows of one head: it is left alone where they fill the GPU.
+
+    Args:
+        dense: there are aux tiles that the forward kernel loads by TMA and the split kernel by element.
+    """
+    forward = Variant.LONG if seqlen_q >= LONG_SEQLEN_Q else Variant.FORWARD
+    config = select_split_config(*head_dims, True)
+    if config is None or not target.is_hopper or not (batch and heads and kv_heads):
+        return forward, 1
+    rows = seqlen_q * (heads // kv_heads)
+    full = batch * heads * -(-seqlen_q // _FORWARD_TILE_M) >= target.sm_count
+    if rows > TILE_M and (full or dense):
+        return forward, 1
+    splits = plan_splits(batch * kv_heads * -(-rows // TILE_M), seqlen_k, target.sm_count, config)
+    return (Variant.SPLIT, splits) if splits > 1 else (Variant.DIRECT, 1)
+
+
+def plan_splits(blocks: int, seqlen_k: int, num_sms: int, config: SplitConfig) -> int:
+    """Splits per block of query rows: those of the shortest estimated time, the fewest of them where several are.
+
+    In units of the time a CTA takes for one key tile while all others stream too: a CTA costs `_CTA_COST` besides its
+    tiles, a merge `_MERGE_COST`. All of K counts, since what a mask leaves of it is known only on the device.
+
+    Args:
+        blocks: batch * kv heads * tiles of packed rows.
+    """
+    tiles = max(1, -(-seqlen_k // config.tile_n))
+    slots = num_sms * config.ctas_per_sm
+
+    def cost(splits: int) -> float:
+        waves = -(-blocks * splits // slots)
+        return waves * (-(-tiles // splits) + _CTA_COST) + (_MERGE_COST if splits > 1 else 0.0)
+
+    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=lambda splits: (cost(splits), splits))
+
+
+def workspace_size(num_splits: int, rows: int, head_dim_v: int) -> int:
+    """float32 elements of the workspace for `rows` = batch * query heads * seqlen_q rows in all."""
+    return num_splits * rows * (head_dim_v + 1)
