@@ -66,6 +66,8 @@ def fa4(
         StrictModeError: under `fa4.strict`, for a site that was declined or has no kernel.
     """
     ours, inductor_options = split_options(options)
+    if mode and mode.startswith("max-autotune"):
+        ours.setdefault("fa4.autotune", True)
     settings = Settings.from_env().with_options(ours)
     patches = _inductor_patches(mode, inductor_options)
     if settings.disable:

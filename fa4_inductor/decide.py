@@ -20,7 +20,7 @@ from fa4_inductor.patterns.gradients import trains, untrainable
 from fa4_inductor.patterns.match import AttentionMatch, Site
 from fa4_inductor.rewrite import operand_value, value_of
 from fa4_inductor.runtime import compile as compiler
-from fa4_inductor.runtime import launch, workers
+from fa4_inductor.runtime import launch, tuning, workers
 from fa4_inductor.runtime.key import CompileKey
 from fa4_inductor.runtime.target import Target, target_for
 from fa4_inductor.settings import Settings
@@ -181,9 +181,11 @@ def build_kernels(decisions: Sequence[Decision], settings: Settings) -> list[Dec
                 keys[index] = _key_of(site, settings)
             except KernelUnavailable as error:
                 results[index] = _without_kernel(site, outcome, error, settings)
-    errors = workers.build_all(list(keys.values()), settings) if keys else {}
+    gpus = {key: _gpu_of(decisions[index][0], settings) for index, key in keys.items()}
+    wanted = {key: tuning.keys_to_build(key, settings, gpu) for key, gpu in gpus.items()}
+    errors = workers.build_all([key for group in wanted.values() for key in group], settings) if keys else {}
     for index, key in keys.items():
-        failure = errors[key]
+        failure = errors[wanted[key][0]]
         if failure is not None:
             site, outcome = decisions[index]
             assert isinstance(site, AttentionMatch)
@@ -197,9 +199,14 @@ def _prepare(site: Site, key: CompileKey, settings: Settings) -> None:
     assert isinstance(site, AttentionMatch)
     q = operand_value(site.q)
     dims = (key.head_dim, key.head_dim_v, key.qhead_per_kvhead)
-    kernel = compiler.get_kernel(key, settings)
+    kernel, contest = tuning.kernel_of(key, settings, _gpu_of(site, settings))
     plan_key = launch.PlanKey(key.program, q.dtype, *dims, q.device, key.need_lse, **_first_launch(site))
-    launch.prepare(kernel, plan_key, key.dense_aux, settings.strict)
+    launch.prepare(kernel, plan_key, key.dense_aux, settings.strict, contest)
+
+
+def _gpu_of(site: Site, settings: Settings) -> str:
+    assert isinstance(site, AttentionMatch)
+    return _target(operand_value(site.q), settings, explaining=False).name
 
 
 def _without_kernel(

@@ -90,6 +90,9 @@ class Settings:
     disk_cache: bool = _setting(True, _parse_bool, "Keep compiled kernels on disk.")
     cache_dir: Path = _setting(None, _parse_path, "Directory of the kernel cache.", factory=default_cache_dir)
     compile_threads: int = _setting(4, _parse_threads, "Most kernels of one graph that are built at once.")
+    autotune: bool = _setting(
+        False, _parse_bool, "Time the few candidate configurations of a kernel once; on under mode max-autotune."
+    )
     target_arch: str | None = _setting(None, _parse_arch, "Compile for this architecture, such as sm_90a.")
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from fa4_inductor.runtime.operands import aligned, has_readable_strides, kernel_
 from fa4_inductor.settings import Settings
 from fa4_inductor.spec import AttentionSpec, parse_spec
 
+if TYPE_CHECKING:
+    from fa4_inductor.runtime.tuning import Contest
+
 Outputs = tuple[Tensor, Tensor | None]
 _DEVICES = ("cuda",)
 
@@ -28,7 +31,7 @@ class Plan:
 
     `bool_aux`: some aux are bool, handed over as uint8 views. `strict`: a refused launch is an error.
     `dense`, `streamed`: aux slots that the kernel wants regular (lowering.aux_layout). `key`: of the plan, to find the
-    one for other tensors.
+    one for other tensors. `contest`: kernels of which the first launch takes the fastest; until then, the table's.
     """
 
     kernel: Callable[..., None]
@@ -40,6 +43,7 @@ class Plan:
     dense: tuple[int, ...] = ()
     streamed: tuple[int, ...] = ()
     key: PlanKey | None = None
+    contest: Contest | None = None
 
 
 class PlanKey(NamedTuple):
@@ -183,6 +187,10 @@ def _run_cute(
     plan = _plan(PlanKey(program, q.dtype, q.shape[3], v.shape[3], group, q.device, need_lse, long_q, regular))
     if plan is None:
         return _RUN["reference"](q, k, v, aux, program, sizes, need_lse)
+    if plan.contest is not None:
+        if torch.cuda.is_current_stream_capturing():
+            return _launch(plan, q, k, v, aux, sizes, need_lse)
+        plan = _settle(plan, q, k, v, aux, sizes, need_lse)
     known = _make_known(plan, q, k, v, need_lse)
     if known is not None:
         if len(_known) >= _MAX_KNOWN:
@@ -224,6 +232,19 @@ def _launch_known(
     out = known.allocate(*known.out)
     lse = known.allocate(*known.lse) if known.lse is not None else None
     return _run_kernel(known.plan, q, k, v, aux, sizes, out, lse)
+
+
+def _settle(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], sizes: Sequence[int], need_lse: bool
+) -> Plan:
+    """The plan with the fastest of its kernels, timed on these operands."""
+    assert plan.contest is not None and plan.key is not None
+    plans = {t: dataclasses.replace(plan, kernel=x, contest=None) for t, x in plan.contest.kernels.items()}
+    calls = {t: functools.partial(_launch, p, q, k, v, aux, sizes, need_lse) for t, p in plans.items()}
+    with torch.cuda.device(q.device):
+        settled = dataclasses.replace(plan, kernel=plan.contest.settle(calls), contest=None)
+    _plans[plan.key] = settled
+    return settled
 
 
 def _plan(key: PlanKey) -> Plan | None:
@@ -320,6 +341,7 @@ def _fill_without_keys(
 def _make_plan(key: PlanKey) -> Plan | None:
     """The plan of a cute kernel; None, after one warning, when the kernel cannot be had here. Strict mode raises."""
     from fa4_inductor.runtime import compile as compiler
+    from fa4_inductor.runtime import tuning
     from fa4_inductor.runtime.target import target_for
 
     settings = Settings.from_env()
@@ -328,8 +350,8 @@ def _make_plan(key: PlanKey) -> Plan | None:
         if key.device.type not in _DEVICES:
             raise KernelUnavailable(f"CuTe-DSL kernels run on NVIDIA GPUs, not on {key.device.type}")
         compile_key = compiler.forward_key(*key[:5], key.need_lse, target, long_q=key.long_q, regular=key.regular)
-        kernel = compiler.get_kernel(compile_key, settings)
-        return make_plan(kernel, key, compile_key.dense_aux, settings.strict)
+        kernel, contest = tuning.kernel_of(compile_key, settings, target.name)
+        return make_plan(kernel, key, compile_key.dense_aux, settings.strict, contest)
     except KernelUnavailable as error:
         if settings.strict:
             raise
@@ -337,7 +359,9 @@ def _make_plan(key: PlanKey) -> Plan | None:
         return None
 
 
-def make_plan(kernel: Callable[..., None], key: PlanKey, dense_aux: bool, strict: bool) -> Plan:
+def make_plan(
+    kernel: Callable[..., None], key: PlanKey, dense_aux: bool, strict: bool, contest: Contest | None = None
+) -> Plan:
     """What launches of the key's program need besides the kernel. dense_aux: it reads dense aux tensors by TMA."""
     from fa4_inductor.runtime import compile as compiler
 
@@ -345,12 +369,19 @@ def make_plan(kernel: Callable[..., None], key: PlanKey, dense_aux: bool, strict
     bool_aux = any(a.dtype == "bool" for a in spec.aux)
     dense = dense_slots(spec) if dense_aux else ()
     streamed = streamed_slots(spec) if key.regular else ()
-    return Plan(kernel, spec, spec.softmax_scale, compiler.needs_v_mean(spec), bool_aux, strict, dense, streamed, key)
+    needs_v_mean = compiler.needs_v_mean(spec)
+    return Plan(kernel, spec, spec.softmax_scale, needs_v_mean, bool_aux, strict, dense, streamed, key, contest)
 
 
-def prepare(kernel: Callable[..., None], key: PlanKey, dense_aux: bool = False, strict: bool = False) -> None:
+def prepare(
+    kernel: Callable[..., None],
+    key: PlanKey,
+    dense_aux: bool = False,
+    strict: bool = False,
+    contest: Contest | None = None,
+) -> None:
     """Make the plan of a kernel built ahead, so that its first launch, maybe inside a capture, builds nothing."""
-    _plans[key] = make_plan(kernel, key, dense_aux, strict)
+    _plans[key] = make_plan(kernel, key, dense_aux, strict, contest)
 
 
 def clear_plans() -> None:

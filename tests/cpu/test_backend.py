@@ -196,6 +196,14 @@ def test_an_unknown_option_is_an_error_that_names_the_known_ones():
         compiled(attention, {"fa4.strikt": True})(*qkv())
 
 
+@pytest.mark.parametrize("mode, autotune", [("max-autotune", True), ("reduce-overhead", False), (None, False)])
+def test_max_autotune_is_ours_too(uncompiled, monkeypatch, mode, autotune):
+    seen = []
+    monkeypatch.setattr(backend, "fuse", lambda gm, settings: seen.append(settings.autotune) or [])
+    torch.compile(torch.neg, backend="fa4", mode=mode)(torch.ones(2))
+    assert seen == [autotune]
+
+
 def test_mode_and_options_reach_inductor(uncompiled):
     f = lambda x: x + 1
     torch.compile(f, backend="fa4", mode="reduce-overhead")(torch.ones(2))

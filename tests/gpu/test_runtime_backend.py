@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from fa4_inductor import log, measure, model_zoo
+from fa4_inductor.runtime import launch, tuning
 
 STRICT = {"fa4.implementation": "cute", "fa4.strict": True}
 
@@ -62,6 +63,20 @@ def test_mode_reduce_overhead():
         torch.compiler.cudagraph_mark_step_begin()
         close(compiled(*args).clone(), args)
     assert log.counters()["fused"] == 1
+
+
+def test_max_autotune_times_the_candidates_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("FA4_INDUCTOR_CACHE_DIR", str(tmp_path))
+    args = inputs(length=700)
+    for _ in range(2):  # the second time as in another process
+        launch.clear_plans()
+        tuning.forget()
+        torch._dynamo.reset()
+        compiled = torch.compile(padded, backend="fa4", mode="max-autotune-no-cudagraphs")
+        for _ in range(2):
+            close(compiled(*args), args)
+        assert log.counters()["kernels_tuned"] == 1
+    assert len(list((tmp_path / "tuned").iterdir())) == 1
 
 
 def test_dynamic_lengths_use_one_kernel():

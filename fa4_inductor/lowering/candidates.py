@@ -1,0 +1,50 @@
+"""The configurations that autotuning times for one kernel: that of the table, and the few that came near it before.
+
+docs/engineering-log.md has the measurements behind the choice: turns of the warpgroups, narrower key tiles and a third
+consumer warpgroup at head dim 64 each win somewhere and lose elsewhere; everything else lost everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fa4_inductor.lowering.config import KernelConfig
+from fa4_inductor.lowering.config_table import padded_head_dim
+
+_TILE_N = (64, 96, 128)
+_MAX_STAGES = 4
+
+
+def candidates(
+    table: KernelConfig, head_dim: int, head_dim_v: int, dense_bytes: int = 0, *, fixed_tiles: bool = False
+) -> list[KernelConfig]:
+    """`table` first, then what may be faster and fits into shared memory.
+
+    Args:
+        head_dim, head_dim_v: of the user's tensors. dense_bytes: as in `KernelConfig.smem`.
+        fixed_tiles: the sizes of the tiles are given, by a tile map.
+    """
+    dims = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    turns = not table.order_warpgroups
+    changes: list[dict[str, Any]] = [{"order_warpgroups": turns}]
+    if not fixed_tiles:
+        changes += [{"tile_n": n} for n in _TILE_N if n != table.tile_n]
+        if max(dims) <= 64:
+            other = 2 if table.num_consumers == 3 else 3
+            changes += [{"num_consumers": other, "order_warpgroups": order} for order in (False, True)]
+    found = [table]
+    for change in changes:
+        config = _with_stages(dataclasses.replace(table, **change), table.num_stages, dims, dense_bytes)
+        if config is not None and config not in found:
+            found.append(config)
+    return found
+
+
+def _with_stages(config: KernelConfig, stages: int, dims: tuple[int, int], dense_bytes: int) -> KernelConfig | None:
+    """`config` with as many stages as fit, at most those of the table (or more where its tiles are smaller)."""
+    for count in range(min(max(stages, 2), _MAX_STAGES), 1, -1):
+        fitting = dataclasses.replace(config, num_stages=count)
+        if fitting.smem(*dims, dense_bytes).fits:
+            return fitting
+    return None
