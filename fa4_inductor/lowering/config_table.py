@@ -1,7 +1,7 @@
-"""The measured table of tile configurations.
+"""The table of tile configurations: which row of `config_rows` a kernel takes.
 
-Measured on an NVIDIA H200 on 2026-11-30; `docs/engineering-log.md` holds the experiments. Rows are looked up
-by padded head dims, so (80, 80) uses the row of (96, 96).
+`config_rows.GPU` and `DATE` say where and when the rows were measured, `docs/engineering-log.md` holds the experiments.
+Rows are looked up by padded head dims, so (80, 80) uses the row of (96, 96).
 """
 
 from __future__ import annotations
@@ -9,30 +9,14 @@ from __future__ import annotations
 import dataclasses
 
 from fa4_inductor.lowering.config import KernelConfig
+from fa4_inductor.lowering.config_rows import ROWS
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-
-# (head_dim, head_dim_v) -> config, padded dims
-_SM90: dict[tuple[int, int], KernelConfig] = {
-    (64, 64): KernelConfig(num_consumers=2, tile_n=128, num_stages=4),
-    (96, 96): KernelConfig(num_consumers=2, tile_n=128, num_stages=2, order_warpgroups=False),
-    (128, 128): KernelConfig(num_consumers=2, tile_n=128, num_stages=2),
-    (192, 128): KernelConfig(num_consumers=2, tile_n=128, num_stages=2, order_warpgroups=False),
-    (192, 192): KernelConfig(num_consumers=2, tile_n=64, num_stages=2, order_warpgroups=False),
-    (256, 256): KernelConfig(num_consumers=2, tile_n=64, num_stages=2, order_warpgroups=False),
-}
-
-# programs that load nothing: their warpgroups need no turns
-_SM90_NO_AUX: dict[tuple[int, int], KernelConfig] = {
-    (64, 64): KernelConfig(num_consumers=2, tile_n=128, num_stages=4, order_warpgroups=False),
-    (128, 128): KernelConfig(num_consumers=2, tile_n=128, num_stages=2, order_warpgroups=False),
-}
-
-# of these, plain scores whose rows have many key tiles: registers are left for a third consumer warpgroup, whose
-# 192-row tiles waste more of a diagonal
-_SM90_LEAN: dict[tuple[int, int], KernelConfig] = {
-    (64, 64): KernelConfig(num_consumers=3, tile_n=128, num_stages=2),
-}
+KINDS = ("loads", "no loads", "lean")
+"""What a row is for. "loads": every program. "no loads": those without aux tensors, whose warpgroups need no turns,
+where there is such a row. "lean": of these, plain scores whose rows have many key tiles: registers are left for a third
+consumer warpgroup, whose 192-row tiles waste more of a diagonal."""
+_SM90 = {key: KernelConfig(**fields) for key, fields in ROWS.items()}  # type: ignore[arg-type]
 LONG_SEQLEN_Q = 4096
 """From here on the rows of a causal mask have many key tiles. The only length that a choice depends on."""
 
@@ -68,11 +52,11 @@ def select_config(
     dims = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     if num_aux == 0:
         many_tiles = not masked or (long_q and not windowed)
-        if plain and many_tiles and dims in _SM90_LEAN:
-            return _SM90_LEAN[dims]
-        if dims in _SM90_NO_AUX:
-            return _SM90_NO_AUX[dims]
-    config = _SM90[dims] if dims in _SM90 else _SM90[(max(dims), max(dims))]
+        if plain and many_tiles and ("lean", *dims) in _SM90:
+            return _SM90["lean", *dims]
+        if ("no loads", *dims) in _SM90:
+            return _SM90["no loads", *dims]
+    config = _SM90.get(("loads", *dims)) or _SM90["loads", max(dims), max(dims)]
     return _with_room(config, dims, dense_bytes) if dense_bytes else config
 
 

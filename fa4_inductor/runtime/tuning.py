@@ -38,7 +38,9 @@ _log = log.get_logger(__name__)
 
 
 def candidate_keys(key: CompileKey) -> list[CompileKey]:
-    """`key`, which has the table's configuration, and the same kernel in the other configurations worth a try."""
+    """`key`, which has the table's configuration, and this forward kernel in the other configurations that may win."""
+    if key.direction != "forward":
+        return [key]
     spec = parse_spec(key.program)
     width = dense_bytes(spec, dense_loads(spec) if key.dense_aux else ())
     configs = candidates(

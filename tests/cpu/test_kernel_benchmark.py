@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from fa4_inductor.lowering import config_rows
 from fa4_inductor.spec.interpret import Env, evaluate, grid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -16,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import kernel_cases
 import kernel_ours
 import kernels
+import tune_configs
 from kernel_cases import NATIVE, PROGRAMS, Case
 
 SMALL = {name: Case(name, 64, 96, 2, 2, 512 if name == "evoformer" else 2) for name in PROGRAMS}
@@ -59,6 +62,25 @@ def test_variants_change_the_configuration_alone():
     case = Case("causal", 128, 4096)
     (key,), (other,) = kernel_ours.keys_of(case, {}), kernel_ours.keys_of(case, {"tile_n": 96})
     assert '"tile_n": 96' in other.config and dataclasses.replace(other, config=key.config) == key
+
+
+@pytest.mark.parametrize("row", config_rows.ROWS, ids=str)
+def test_rows_of_the_table_are_measured_on_cases_that_take_them(row):
+    for case in tune_configs.cases(row):
+        (key,) = kernel_ours.keys_of(case, {})
+        assert config_rows.ROWS[row].items() <= json.loads(key.config).items()
+    assert tune_configs.variants(row)[0] == {}
+
+
+def test_the_table_is_written_as_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "rows.py"
+    path.write_text(tune_configs.PATH.read_text())
+    monkeypatch.setattr(tune_configs, "PATH", path)
+    rows = {row: {**fields, "tile_n": 96} for row, fields in config_rows.ROWS.items()}
+    tune_configs.write(rows, "a GPU")
+    space: dict = {}
+    exec(path.read_text(), space)
+    assert space["ROWS"] == rows and space["GPU"] == "a GPU" and space["__doc__"] == config_rows.__doc__
 
 
 def test_differential_attention_is_a_difference_of_two():
