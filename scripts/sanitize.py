@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck")
 # part of the mangled name of each of our kernels: torch's are not checked
-KERNELS = "kernel_name_substring=fa4_inductor"
+KERNELS = "kernel_substring=fa4_inductor"
 FOUND = 9
 
 
