@@ -1,6 +1,6 @@
 """Seconds to build kernels: one, by stage; all of a model, with and without workers; several processes and one key.
 
-    python benchmarks/kernel_build.py [--programs plain:128,causal:64] [--workers 4]
+    python benchmarks/kernel_build.py [--programs plain:128,causal:64] [--workers 4] [--parts one,all]
 
 Every part starts without caches. Needs no GPU.
 
@@ -138,12 +138,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", default=PROGRAMS)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--parts", default="start,one,all,race", help="comma separated out of %(default)s")
     args = parser.parse_args()
     items = args.programs.split(",")
-    imports()
-    one_by_one(items)
-    all_of_a_model(items, args.workers)
-    race(items[0], args.workers)
+    parts = {
+        "start": imports,
+        "one": lambda: one_by_one(items),
+        "all": lambda: all_of_a_model(items, args.workers),
+        "race": lambda: race(items[0], args.workers),
+    }
+    for part in args.parts.split(","):
+        parts[part]()
 
 
 if __name__ == "__main__":

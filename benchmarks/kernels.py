@@ -264,21 +264,28 @@ def main() -> None:
         (row,), columns = rows_of(results[-1:], args.suite)
         notes = {n: text for n, text in results[-1]["notes"].items() if not text.startswith("NotImplementedError")}
         print("  ".join(f"{c} {row[c]}" for c in columns if row.get(c)), notes or "", flush=True)
-    rows, columns = rows_of(results, args.suite)
-    summary = means(results)
-    for line in summary:
+        path = write(results, args)  # what an interrupted run has is kept
+    for line in means(results):
         print("  ".join(f"{k} {v}" for k, v in line.items()))
-    facts = results_io.provenance("cuda") | ({"commit": args.commit} if args.commit else {})
-    unit = "GB/s of K and V read" if args.suite == "decode" else "TFLOP/s over kept scores"
-    tables = [f"{unit}; `us` is the time of one call of ours.", results_io.markdown_table(rows, columns)]
-    tables.append(results_io.markdown_table(summary, list(summary[0]) if summary else ["group"]))
-    gpu = str(facts.get("gpu", "cpu")).split()[-1].lower()
-    name = f"{datetime.date.today().isoformat()}-{gpu}-{args.suite}"
-    print("written to", results_io.write(name, facts, results, tables, args.results))
+    print("written to", path)
     if args.plot:
         from plot_kernels import draw
 
-        print("drawn in", draw(args.results / f"{name}.json"))
+        print("drawn in", draw(path.with_suffix(".json")))
+
+
+def write(results: list[dict[str, Any]], args: argparse.Namespace) -> Path:
+    """The result files of a suite; returns the Markdown one."""
+    rows, columns = rows_of(results, args.suite)
+    summary = means(results)
+    facts = results_io.provenance("cuda") | ({"commit": args.commit} if args.commit else {})
+    unit = "GB/s of K and V read" if args.suite == "decode" else "TFLOP/s over kept scores"
+    tables = [f"{unit}; `us` is the time of one call of ours.", results_io.markdown_table(rows, columns)]
+    if summary:
+        tables.append(results_io.markdown_table(summary, list(summary[0])))
+    gpu = str(facts.get("gpu", "cpu")).split()[-1].lower()
+    name = f"{datetime.date.today().isoformat()}-{gpu}-{args.suite}"
+    return results_io.write(name, facts, results, tables, args.results)
 
 
 if __name__ == "__main__":
