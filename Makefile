@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: help setup demo test lint unit doctor models coverage clean
+.PHONY: help setup demo test lint unit doctor models coverage sanitize clean
 
 help:
 	@echo "make demo     compile a small Hugging Face model with backend=\"fa4\": sites, programs, error, speed"
@@ -12,6 +12,7 @@ help:
 	@echo "make unit     the tests alone; ARGS=\"tests/cpu -k mask\" selects"
 	@echo "make doctor   what is installed, what is missing, and the command that remedies it"
 	@echo "make models   coverage and error of every supported model on this machine's CPU"
+	@echo "make sanitize a reduced sweep of the kernel under compute-sanitizer (on a Hopper GPU)"
 	@echo "make coverage attention sites of every architecture of transformers; ARGS=\"--models llama,t5\" selects"
 
 setup:
@@ -34,6 +35,9 @@ doctor: setup
 
 models: setup
 	@$(RUN) benchmarks/models.py --device cpu $(ARGS)
+
+sanitize: setup
+	@$(RUN) scripts/sanitize.py $(ARGS)
 
 coverage: setup
 	@$(RUN) -m benchmarks.coverage $(ARGS)
