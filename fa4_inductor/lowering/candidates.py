@@ -1,7 +1,8 @@
 """The configurations that autotuning times for one kernel: that of the table, and the few that came near it before.
 
-docs/engineering-log.md has the measurements behind the choice: turns of the warpgroups, narrower key tiles and a third
-consumer warpgroup at head dim 64 each win somewhere and lose elsewhere; everything else lost everywhere.
+docs/engineering-log.md has the measurements behind the choice: turns of the warpgroups, narrower key tiles, a third
+consumer warpgroup at head dim 64 and a single one where there are few query rows each win somewhere and lose elsewhere;
+everything else lost everywhere.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def candidates(
     changes: list[dict[str, Any]] = [{"order_warpgroups": turns}]
     if not fixed_tiles:
         changes += [{"tile_n": n} for n in _TILE_N if n != table.tile_n]
+        changes += [{"num_consumers": 1, "order_warpgroups": False}]
         if max(dims) <= 64:
             other = 2 if table.num_consumers == 3 else 3
             changes += [{"num_consumers": other, "order_warpgroups": order} for order in (False, True)]
