@@ -18,7 +18,7 @@ from torch import Tensor
 from fa4_inductor.spec import AttentionSpec, parse_spec
 from fa4_inductor.spec.interpret import Env, evaluate
 
-WINDOW, PREFIX, DOCUMENT, TOKENS = 1024, 2048, 1000, 32768
+WINDOW, PREFIX, DOCUMENT, TOKENS, VALID = 1024, 2048, 1000, 32768, 300
 Aux = tuple[Tensor, ...]
 Mod = Callable[..., Tensor]
 
@@ -189,6 +189,12 @@ PROGRAMS: dict[str, Program] = {
         keep=f"({CAUSAL}) & aux0[b, kv_idx]", aux="bool[2]", make_aux=_lengths, baseline="causal",
         mods=lambda aux: (None, lambda b, h, q, k: (q >= k) & aux[0][b, k]),
     ),
+    # the mask of a decode step with a static cache
+    "valid_slots": Program(
+        keep="aux0[b, kv_idx]", aux="bool[2]", baseline="",
+        make_aux=lambda c, device: ((torch.arange(c.seqlen, device=device) < VALID)[None].repeat(c.b, 1),),
+        mods=lambda aux: (None, lambda b, h, q, k: aux[0][b, k]),
+    ),
     # two of the project's own choosing: a Gemma-like local layer with ALiBi, and packed documents with a relative table
     "softcap_alibi_window": Program(
         "30.0 * tanh((score + aux0[h] * float(kv_idx - q_idx)) / 30.0)", f"({CAUSAL}) & (kv_idx > q_idx - size0)",
@@ -317,7 +323,7 @@ def forward_cases() -> list[Case]:
 
 def program_cases() -> list[Case]:
     """Masks and score modifications at B2 H16 S8192; row and differential attention as in arXiv 2511.02043."""
-    special = ("plain", "evoformer")
+    special = ("plain", "evoformer", "valid_slots")
     cases = [Case(name, d, 8192, 16, 16, 2) for d in (128, 64) for name in PROGRAMS if name not in special]
     cases += [Case("evoformer", d, 256, 4, 4, b * 256) for d, b in ((64, 32), (64, 8), (64, 1), (128, 32), (128, 8))]
     cases += [Case("differential", 64, s, 32, 32, 16384 // s) for s in (512, 4096, 16384)]
@@ -341,8 +347,14 @@ def small_cases() -> list[Case]:
 
 
 def decode_cases() -> list[Case]:
-    """One query row against a cache, 32 query heads over 8."""
-    return [Case("plain", 128, s, 32, 8, b, 1) for b in (1, 16, 64) for s in (4096, 32768)]
+    """One query row against a cache, with grouped heads and without; 16 rows, as in speculative decoding; a static
+    cache of 32k slots of which 300 are valid, beside a cache of 300."""
+    cases = [Case("plain", 128, s, 32, 8, b, 1) for b in (1, 4, 16, 64) for s in (1024, 4096, 32768)]
+    cases += [Case("plain", 64, s, heads, 8, b, 1) for heads in (32, 64) for b in (1, 16) for s in (4096, 32768)]
+    cases += [Case("plain", 128, s, 32, 32, b, 1) for b, s in ((1, 4096), (1, 32768), (16, 4096))]
+    cases += [Case("plain", 128, 131072, 32, 8, 1, 1), Case("plain", 128, 4096, 32, 8, 1, 16)]
+    cases += [Case("plain", d, 8192, 16, 8, 4, 1, dv) for d, dv in ((80, 80), (192, 128), (256, 256))]
+    return [*cases, Case("valid_slots", 128, 32768, 32, 8, 1, 1), Case("plain", 128, 300, 32, 8, 1, 1)]
 
 
 SUITES: dict[str, Callable[[], list[Case]]] = {
@@ -352,5 +364,7 @@ SUITES: dict[str, Callable[[], list[Case]]] = {
     "small": small_cases,
     "decode": decode_cases,
 }
+COLD = ("decode",)
+"""Suites that find nothing in L2, as a decode step does after the other layers."""
 IN_GRAPHS = ("small", "decode")
 """Suites whose calls are timed as replays of CUDA graphs, because a call takes less time than its launch by Python."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import datetime
+import functools
 import math
 import statistics
 import sys
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import results_io
 import torch
-from kernel_cases import IN_GRAPHS, NATIVE, PROGRAMS, SUITES, Case, make_operands, names_of
+from kernel_cases import COLD, IN_GRAPHS, NATIVE, PROGRAMS, SUITES, Case, make_operands, names_of
 from kernel_ours import Overrides, compiled_by_us, export, ours
 from kernel_peers import PEERS, peer
 from torch import Tensor
@@ -37,22 +38,27 @@ from fa4_inductor.spec.interpret import Env, evaluate
 
 Run = Callable[[], Any]
 CALLS_PER_GRAPH = 20
+_COLD_BYTES = 200e6  # of K and V, several times the L2
 PLAIN = "our plain"
 
 
-def in_graph(run: Run) -> Run:
-    """Replays of a CUDA graph of several calls."""
+def in_graph(runs: Sequence[Run]) -> Run:
+    """Replays of a CUDA graph of several calls, of these in turn; it keeps them, and so the tensors they work on."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for run in runs:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(CALLS_PER_GRAPH):
-            run()
-    return graph.replay
+        for i in range(CALLS_PER_GRAPH):
+            runs[i % len(runs)]()
+    return functools.partial(_replay, graph, tuple(runs))
+
+
+def _replay(graph: torch.cuda.CUDAGraph, keep: tuple[Run, ...]) -> None:
+    graph.replay()
 
 
 def time_interleaved(runs: dict[str, Run], rounds: int, budget_ms: float) -> dict[str, float]:
@@ -130,9 +136,12 @@ def calls_of(
 
 @torch.no_grad()
 def run_case(
-    case: Case, peers: Sequence[str], variants: list[Overrides], rounds: int, budget_ms: float, graphs: bool
+    case: Case, peers: Sequence[str], variants: list[Overrides], rounds: int, budget_ms: float, graphs: bool, cold: bool
 ) -> dict[str, Any]:
-    """Measure one case. Whoever fails is left out, with a note."""
+    """Measure one case. Whoever fails is left out, with a note.
+
+    graphs: as replays of CUDA graphs. cold: with so many copies of the operands that none is still in L2.
+    """
     native, aux = NATIVE.get(case.program), _aux_of(case)
     operands = native.make(case, "cuda") if native else make_operands(case, "cuda")
     runs, notes = calls_of(case, operands, aux, peers, variants)
@@ -141,7 +150,10 @@ def run_case(
         out = runs["ours"]()
         error = native_error(case, operands, out) if native else relative_error(case, operands, aux, out)
     if graphs:
-        runs = {name: in_graph(run) for name, run in runs.items()}
+        copies = min(CALLS_PER_GRAPH, math.ceil(_COLD_BYTES / case.kv_bytes)) if cold else 1
+        able = [name for name in peers if name in runs]
+        sets = [calls_of(case, make_operands(case, "cuda"), aux, able, variants)[0] for _ in range(copies - 1)]
+        runs = {name: in_graph([run, *(calls[name] for calls in sets)]) for name, run in runs.items()}
     times = time_interleaved(runs, rounds, budget_ms)
     if graphs:
         times = {name: ms / CALLS_PER_GRAPH for name, ms in times.items()}
@@ -260,7 +272,9 @@ def main() -> None:
     peers = {"all": list(PEERS), "none": []}.get(args.peers, args.peers.split(","))
     results: list[dict[str, Any]] = []
     for case in cases:
-        results.append(run_case(case, peers, variants, args.rounds, args.budget_ms, args.suite in IN_GRAPHS))
+        results.append(
+            run_case(case, peers, variants, args.rounds, args.budget_ms, args.suite in IN_GRAPHS, args.suite in COLD)
+        )
         (row,), columns = rows_of(results[-1:], args.suite)
         notes = {n: text for n, text in results[-1]["notes"].items() if not text.startswith("NotImplementedError")}
         print("  ".join(f"{c} {row[c]}" for c in columns if row.get(c)), notes or "", flush=True)

@@ -23,6 +23,7 @@ import torch._functorch.config
 import torch._inductor.config
 from torch.nn.functional import scaled_dot_product_attention
 
+from fa4_inductor.lowering.split_config import Variant
 from fa4_inductor.runtime import launch
 from fa4_inductor.runtime.ops import FORWARD_WITHOUT_LSE
 from fa4_inductor.spec import parse_spec
@@ -41,7 +42,7 @@ def operands() -> tuple[torch.Tensor, ...]:
 def without_a_gpu(q: torch.Tensor) -> None:
     """Let launches end at a kernel that does nothing."""
     launch.current_device = lambda: None
-    key = launch.PlanKey(PROGRAM, q.dtype, 64, 64, 1, q.device, False, False, True)
+    key = launch.PlanKey(PROGRAM, q.dtype, 64, 64, 1, q.device, False, Variant.FORWARD, True)
     launch.prepare(lambda *_: None, key)
 
 

@@ -25,6 +25,7 @@ from kernel_ours import overridden
 from kernels import CALLS_PER_GRAPH, in_graph, parse_variants, time_interleaved
 from torch import Tensor
 
+from fa4_inductor.lowering.split_config import Variant
 from fa4_inductor.lowering.tile_map import map_source, with_tile_map
 from fa4_inductor.runtime import compile as compiler
 from fa4_inductor.runtime import launch
@@ -105,7 +106,7 @@ def mapped(spec: AttentionSpec, head_dim: int) -> AttentionSpec:
 def keys(head_dims: list[int], target: Any) -> list[Any]:
     """The kernels of all cases."""
     found = {}
-    options = {"long_q": True, "regular": True}
+    options: dict[str, Any] = {"variant": Variant.LONG, "regular": True}
     for d in head_dims:
         for mask in MASKS.values():
             spec, with_map = spec_of(mask, d), mapped(spec_of(mask, d), d)

@@ -12,9 +12,9 @@ from torch import fx
 from fa4_inductor import log
 from fa4_inductor.errors import Declined, DeclineReason, DeclineSite, KernelUnavailable
 from fa4_inductor.lowering.aux_layout import dense_slots, has_unit_stride, streamed_slots, suits_tma
-from fa4_inductor.lowering.config_table import LONG_SEQLEN_Q
 from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.lowering.select import choose
+from fa4_inductor.lowering.split_config import Variant, choose_variant
 from fa4_inductor.lowering.support import Operands
 from fa4_inductor.patterns.gradients import trains, untrainable
 from fa4_inductor.patterns.match import AttentionMatch, Site
@@ -25,6 +25,7 @@ from fa4_inductor.runtime.key import CompileKey
 from fa4_inductor.runtime.target import Target, target_for
 from fa4_inductor.settings import Settings
 
+_MANY = 1 << 20
 _log = log.get_logger(__name__)
 
 
@@ -199,8 +200,9 @@ def _prepare(site: Site, key: CompileKey, settings: Settings) -> None:
     assert isinstance(site, AttentionMatch)
     q = operand_value(site.q)
     dims = (key.head_dim, key.head_dim_v, key.qhead_per_kvhead)
-    kernel, contest = tuning.kernel_of(key, settings, _gpu_of(site, settings))
-    plan_key = launch.PlanKey(key.program, q.dtype, *dims, q.device, key.need_lse, **_first_launch(site))
+    target = _target(q, settings, explaining=False)
+    kernel, contest = tuning.kernel_of(key, settings, target.name)
+    plan_key = launch.PlanKey(key.program, q.dtype, *dims, q.device, key.need_lse, **_first_launch(site, target))
     launch.prepare(kernel, plan_key, key.dense_aux, settings.strict, contest)
 
 
@@ -229,13 +231,12 @@ def _key_of(match: AttentionMatch, settings: Settings) -> CompileKey:
     target = _target(q, settings, explaining=False)
     program = prepare(match.spec).spec.text
     dims = (int(q.shape[3]), int(v.shape[3]), _group(q, k))
-    return compiler.forward_key(program, q.dtype, *dims, match.lse is not None, target, **_first_launch(match))
+    return compiler.forward_key(program, q.dtype, *dims, match.lse is not None, target, **_first_launch(match, target))
 
 
-def _first_launch(match: AttentionMatch) -> dict[str, bool]:
-    """Which of a program's kernels the first launch takes, by the length and strides seen while compiling. Another one
+def _first_launch(match: AttentionMatch, target: Target) -> dict[str, Any]:
+    """Which of a program's kernels the first launch takes, by the shapes and strides seen while compiling. Another one
     is made when it is needed."""
-    length = _hint(operand_value(match.q).shape[2])
     prepared = prepare(match.spec)
     dense, regular = dense_slots(prepared.spec), True
     for slot in streamed_slots(prepared.spec):
@@ -243,7 +244,15 @@ def _first_launch(match: AttentionMatch) -> dict[str, bool]:
             t = operand_value(match.aux[prepared.slots[slot]])
             strides, shape = [_hint(s) for s in t.stride()], [_hint(n) for n in t.shape]
             regular &= suits_tma(strides, shape, t.itemsize) if slot in dense else has_unit_stride(strides, shape)
-    return {"long_q": length is not None and length >= LONG_SEQLEN_Q, "regular": regular}
+    return {"variant": _variant(match, target, regular and bool(dense)), "regular": regular}
+
+
+def _variant(match: AttentionMatch, target: Target, dense: bool) -> Variant:
+    """As the launch chooses, for the sizes seen while compiling; those that depend on data count as many."""
+    (batch, heads, seqlen_q, head_dim), (_, kv_heads, seqlen_k, _), v = (
+        [_MANY if (n := _hint(size)) is None else n for size in t.shape] for t in operand_values(match)
+    )
+    return choose_variant(batch, heads, kv_heads, seqlen_q, seqlen_k, (head_dim, v[3]), target, dense)[0]
 
 
 def _hint(size: Any) -> int | None:

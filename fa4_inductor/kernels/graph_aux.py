@@ -1,4 +1,5 @@
-"""Aux tensors that a prepared spec wants computed in the graph: distance tables, narrowed integers, tile maps."""
+"""Aux tensors that a prepared spec wants computed in the graph: distance tables, bounds of masks, narrowed integers,
+tile maps."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import fx
 from fa4_inductor.kernels.contract import widened
 from fa4_inductor.kernels.graph_values import GraphValues, Memo
 from fa4_inductor.lowering.hoist import materialise
+from fa4_inductor.lowering.kept_bounds import kept_bounds
 from fa4_inductor.lowering.prepare import Prepared
 from fa4_inductor.lowering.tile_map import map_source
 from fa4_inductor.spec import AttentionSpec
@@ -49,6 +51,9 @@ def build_aux(
     for table in prepared.tables:
         key = ("table", str(table.value), known, tuple(aux))
         sources.append(shared(key, materialise, table, wide, *sizes, device, values.make))
+    for bounds in prepared.bounds:
+        mask = aux[bounds.slot]
+        sources.append(shared(("bounds", mask), kept_bounds, values.make, values.wrap(mask)))
     return [
         shared(("narrow", sources[s]), narrow, values.make, values.wrap(sources[s]))
         if i in prepared.narrowed
@@ -102,12 +107,12 @@ def eager_aux(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, aux: Sequenc
     wide = [widened(t, a.kind) for t, a in zip(aux, prepared.source.aux, strict=True)]
     (batch, heads, seqlen_q, _), seqlen_k = q.shape, k.shape[2]
     tables = [materialise(t, wide, batch, heads, seqlen_q, seqlen_k, q.device) for t in prepared.tables]
-    sources = [*aux, *tables]
+    sources = [*aux, *tables, *(kept_bounds(_call, aux[bounds.slot]) for bounds in prepared.bounds)]
     return [narrow(_call, sources[s]) if i in prepared.narrowed else sources[s] for i, s in enumerate(prepared.slots)]
 
 
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def narrow(make: Make, tensor: Any) -> Any:

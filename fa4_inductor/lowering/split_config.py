@@ -21,7 +21,9 @@ _BARRIER_BYTES = 1024
 _MAX_STAGES = 6
 _FORWARD_TILE_M = 128
 MAX_SPLITS = 256
-_CTA_COST, _MERGE_COST = 1.0, 2.0
+_SHORT_SEQLEN_K = 256  # up to here a CTA of the split kernel is done before one of the forward kernel is under way
+_CTA_COST, _MERGE_COST = 2.0, 2.0
+_MAX_MERGED_ROWS = 1024  # the merge has a CTA for each, and is no longer small beside what it merges
 
 
 class Variant(enum.Enum):
@@ -29,6 +31,7 @@ class Variant(enum.Enum):
 
     FORWARD = "forward"
     LONG = "long"  # the forward kernel as configured for many query rows
+    NARROW = "narrow"  # the forward kernel with tiles of 64 query rows, for a GPU that larger ones do not fill
     DIRECT = "direct"  # few query rows; the split-KV kernel with one split
     SPLIT = "split"
 
@@ -104,7 +107,8 @@ def choose_variant(
 ) -> tuple[Variant, int]:
     """The kernel for these shapes, and its splits (1 unless it is SPLIT).
 
-    The forward kernel's tiles have 128 query rows of one head: it is left alone where they fill the GPU.
+    The forward kernel's tiles have 128 query rows of one head: it is left alone where they fill the GPU. Where not,
+    smaller tiles run on more SMs, and with very few rows each row's keys do.
 
     Args:
         dense: there are aux tiles that the forward kernel loads by TMA and the split kernel by element.
@@ -114,27 +118,30 @@ def choose_variant(
     if config is None or not target.is_hopper or not (batch and heads and kv_heads):
         return forward, 1
     rows = seqlen_q * (heads // kv_heads)
-    full = batch * heads * -(-seqlen_q // _FORWARD_TILE_M) >= target.sm_count
-    if rows > TILE_M and (full or dense):
+    if rows > TILE_M and batch * heads * -(-seqlen_q // _FORWARD_TILE_M) >= target.sm_count:
         return forward, 1
-    splits = plan_splits(batch * kv_heads * -(-rows // TILE_M), seqlen_k, target.sm_count, config)
+    splits = 1
+    if batch * heads * seqlen_q <= _MAX_MERGED_ROWS:
+        splits = plan_splits(batch * kv_heads * -(-rows // TILE_M), seqlen_k, target.sm_count, config)
+    if rows > TILE_M and (dense or splits == 1 and seqlen_k > _SHORT_SEQLEN_K):
+        return Variant.NARROW, 1
     return (Variant.SPLIT, splits) if splits > 1 else (Variant.DIRECT, 1)
 
 
 def plan_splits(blocks: int, seqlen_k: int, num_sms: int, config: SplitConfig) -> int:
     """Splits per block of query rows: those of the shortest estimated time, the fewest of them where several are.
 
-    In units of the time a CTA takes for one key tile while all others stream too: a CTA costs `_CTA_COST` besides its
-    tiles, a merge `_MERGE_COST`. All of K counts, since what a mask leaves of it is known only on the device.
+    In units of the time an SM takes for one key tile while all others stream too: a CTA costs `_CTA_COST` besides its
+    tiles, a merge `_MERGE_COST`. CTAs that share an SM share its time. All of K counts: the host does not know what a
+    mask leaves of it.
 
     Args:
         blocks: batch * kv heads * tiles of packed rows.
     """
     tiles = max(1, -(-seqlen_k // config.tile_n))
-    slots = num_sms * config.ctas_per_sm
 
     def cost(splits: int) -> float:
-        waves = -(-blocks * splits // slots)
+        waves = -(-blocks * splits // num_sms)
         return waves * (-(-tiles // splits) + _CTA_COST) + (_MERGE_COST if splits > 1 else 0.0)
 
     return min(range(1, min(tiles, MAX_SPLITS) + 1), key=lambda splits: (cost(splits), splits))

@@ -7,6 +7,7 @@ package to an error inside its compiler, becomes `KernelUnavailable`, which name
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -28,6 +29,7 @@ from fa4_inductor.lowering.aux_layout import dense_bytes, dense_loads, streamed_
 from fa4_inductor.lowering.config import KernelConfig
 from fa4_inductor.lowering.config_table import select_config
 from fa4_inductor.lowering.emit_program import emit_program, emit_tile_test, write_program
+from fa4_inductor.lowering.split_config import SPLIT_VARIANTS, SplitConfig, Variant, select_split_config
 from fa4_inductor.runtime.cache import KernelCache
 from fa4_inductor.runtime.key import CompileKey, toolchain_versions
 from fa4_inductor.runtime.target import Target
@@ -38,7 +40,7 @@ from fa4_inductor.spec.expr import Expr, const, score
 Kernel = Callable[..., Any]
 NEEDS = "nvidia-cutlass-dsl 4.8 and apache-tvm-ffi"
 _SYMBOL = "fa4_forward"
-_TILE_MAP = "tile_map"
+_SPLIT, _TILE_MAP = "split", "tile_map"
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # CuTe-DSL keeps the module under construction in process-wide state: two threads compiling at once crash the process.
 _compile_lock = threading.Lock()
@@ -55,15 +57,15 @@ def forward_key(
     need_lse: bool,
     target: Target,
     *,
-    long_q: bool,
+    variant: Variant,
     regular: bool,
 ) -> CompileKey:
     """The key of a forward kernel. group is Hq // Hkv.
 
     Args:
-        long_q: whether the launches have at least `config_table.LONG_SEQLEN_Q` query rows.
+        variant: which of a program's kernels, by the launches' shapes (lowering.split_config).
         regular: whether the launches' aux tensors are regular (lowering.aux_layout); dense loads then come by TMA if
-            their tiles fit.
+            their tiles fit, and if the kernel has tiles.
 
     Raises:
         KernelUnavailable: for a dtype, head_dim or architecture that the kernel does not cover.
@@ -75,13 +77,21 @@ def forward_key(
     spec = parse_spec(program)
     if spec.softmax_scale <= 0:
         raise KernelUnavailable(f"the CuTe-DSL kernel needs a positive softmax scale, this is {spec.softmax_scale}")
-    config, loads = forward_config(spec, head_dim, head_dim_v, long_q=long_q, regular=regular)
+    loads: tuple[Expr, ...] = ()
+    config: KernelConfig | SplitConfig | None
+    if variant in SPLIT_VARIANTS:
+        config = select_split_config(head_dim, head_dim_v, variant is Variant.SPLIT)
+    else:
+        long_q = variant is Variant.LONG
+        config, loads = forward_config(spec, head_dim, head_dim_v, long_q=long_q, regular=regular)
+        if variant is Variant.NARROW and config is not None:
+            config = dataclasses.replace(config, num_consumers=1)
     if config is None:
         raise KernelUnavailable(f"the CuTe-DSL kernel has no configuration for head dims {head_dim}, {head_dim_v}")
     sizes = (head_dim, head_dim_v, group)
     return CompileKey(
         program, _DTYPES[dtype], *sizes, need_lse, target.arch, target.sm_count, config.text,
-        regular and bool(streamed_slots(spec)), bool(loads),
+        regular and bool(streamed_slots(spec)), bool(loads), _SPLIT if variant in SPLIT_VARIANTS else "forward",
     )  # fmt: skip
 
 
@@ -175,7 +185,7 @@ def build(key: CompileKey) -> Kernel:
 
 def _build(key: CompileKey) -> Kernel:
     with _architecture(key.arch):
-        from fa4_inductor.kernels.cute.build import build_forward
+        from fa4_inductor.kernels.cute.build import build_forward, build_split
         from fa4_inductor.kernels.cute.tile_map import build_tile_map
 
         spec = parse_spec(key.program)
@@ -184,18 +194,11 @@ def _build(key: CompileKey) -> Kernel:
         _log.debug("compiling %s", key)
         if key.direction == _TILE_MAP:
             return build_tile_map(module, **json.loads(key.config), aux=aux, num_sizes=spec.num_sizes)
-        return build_forward(
-            module,
-            key.dtype,
-            key.head_dim,
-            key.head_dim_v,
-            key.qhead_per_kvhead,
-            aux=aux,
-            num_sizes=spec.num_sizes,
-            need_lse=key.need_lse,
-            config=KernelConfig.parse(key.config),
-            num_sms=key.num_sms,
-        )
+        operands = (module, key.dtype, key.head_dim, key.head_dim_v, key.qhead_per_kvhead)
+        options: dict[str, Any] = {"aux": aux, "num_sizes": spec.num_sizes, "need_lse": key.need_lse}
+        if key.direction == _SPLIT:
+            return build_split(*operands, **options, config=SplitConfig.parse(key.config))
+        return build_forward(*operands, **options, config=KernelConfig.parse(key.config), num_sms=key.num_sms)
 
 
 def load_program(spec: AttentionSpec, key: CompileKey) -> ModuleType:
@@ -214,14 +217,17 @@ def _program_text(spec: AttentionSpec, key: CompileKey) -> str:
     unit_stride = streamed_slots(spec) if key.regular_aux else ()
     if key.direction == _TILE_MAP:
         return emit_tile_test(spec, facts(spec), unit_stride=unit_stride)
-    config, tiles = KernelConfig.parse(key.config), spec.tile_map
+    tiles, of_kernel = spec.tile_map, None
+    if key.direction != _SPLIT:
+        config = KernelConfig.parse(key.config)
+        of_kernel = config.tile_m, config.tile_n
     return emit_program(
         spec,
         facts(spec),
         need_lse=key.need_lse,
         dense=dense_loads(spec) if key.dense_aux else (),
         unit_stride=unit_stride,
-        use_tile_map=tiles is not None and (tiles.tile_m, tiles.tile_n) == (config.tile_m, config.tile_n),
+        use_tile_map=tiles is not None and (tiles.tile_m, tiles.tile_n) == of_kernel,
     )
 
 

@@ -63,10 +63,10 @@ class CompileKey:
         dtype: of q, k, v and out, such as "bfloat16".
         qhead_per_kvhead: Hq // Hkv.
         num_sms: multiprocessors of the device, which size the persistent grid.
-        config: text of the KernelConfig.
+        config: text of the KernelConfig, or of the SplitConfig for "split".
         regular_aux: streamed aux tensors have an innermost stride of 1 (lowering.aux_layout).
         dense_aux: dense loads come by TMA, which their tensors' strides must allow.
-        direction: "forward", or "tile_map" for the kernel that makes the tile map of a mask.
+        direction: "forward"; "split": the kernel of few query rows; "tile_map": that which makes the map of a mask.
         toolchain: (package, version) pairs that shape machine code.
         sources: fingerprint of our own sources that do.
     """

@@ -13,8 +13,10 @@ from torch import Tensor
 from fa4_inductor import log
 from fa4_inductor.errors import KernelUnavailable
 from fa4_inductor.lowering.aux_layout import TMA_ALIGNMENT, dense_slots, streamed_slots
-from fa4_inductor.lowering.config_table import LONG_SEQLEN_Q
-from fa4_inductor.runtime.operands import aligned, has_readable_strides, kernel_aux, regular_aux
+from fa4_inductor.lowering.split_config import Variant
+from fa4_inductor.runtime import target as targets
+from fa4_inductor.runtime.operands import aligned, check, has_readable_strides, kernel_aux, regular_aux
+from fa4_inductor.runtime.variants import choice, splits_of
 from fa4_inductor.settings import Settings
 from fa4_inductor.spec import AttentionSpec, parse_spec
 
@@ -47,7 +49,7 @@ class Plan:
 
 
 class PlanKey(NamedTuple):
-    """What a plan depends on. `long_q`, `regular`: as in `compile.forward_key`."""
+    """What a plan depends on. `variant`, `regular`: as in `compile.forward_key`."""
 
     program: str
     dtype: torch.dtype
@@ -56,7 +58,7 @@ class PlanKey(NamedTuple):
     group: int
     device: torch.device
     need_lse: bool
-    long_q: bool
+    variant: Variant
     regular: bool
 
 
@@ -64,7 +66,8 @@ class PlanKey(NamedTuple):
 class Known:
     """A plan for operands of known shapes and strides that TMA can read: what is left is the tensors' addresses.
 
-    `out`, `lse`: (shape, strides, dtype) of the outputs, for `allocate`, which allocates on the current device.
+    `out`, `lse`, `workspace`: (shape, strides, dtype), for `allocate`, which allocates on the current device.
+    `splits`: what a kernel of few query rows is told; None for the others.
     """
 
     plan: Plan
@@ -72,6 +75,8 @@ class Known:
     allocate: Callable[..., Tensor]
     out: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
     lse: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
+    splits: int | None
+    workspace: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
 
 
 _plans: dict[PlanKey, Plan | None] = {}
@@ -127,29 +132,11 @@ def _forward(
         known = _known.get(_operands_key(q, k, v, program, need_lse))
         if known is not None:
             return _launch_known(known, q, k, v, aux, sizes)
-    _check(q, k, v, aux)
+    check(q, k, v, aux)
     run = _RUN.get(implementation)
     if run is None:
         raise ValueError(f"unknown implementation {implementation!r}: known are {', '.join(_RUN)}")
     return run(q, k, v, aux, program, sizes, need_lse)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor]) -> None:
-    (batch, heads, _, head_dim), (kv_batch, kv_heads, seqlen_k, k_dim), v_shape = q.shape, k.shape, v.shape
-    fits = (
-        k_dim == head_dim
-        and v_shape[1:3] == (kv_heads, seqlen_k)
-        and kv_batch in (1, batch)
-        and v_shape[0] in (1, batch)
-        and (heads % kv_heads == 0 if kv_heads else heads == 0)
-        and q.dtype == k.dtype == v.dtype
-    )
-    if not fits:
-        got = ", ".join(f"{n} {t.dtype} {tuple(t.shape)}" for n, t in (("q", q), ("k", k), ("v", v)))
-        raise ValueError(f"operands do not fit (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv): {got}")
-    for t in (k, v, *aux):
-        if t.device != q.device and (t.dim() or t.device.type != "cpu"):
-            raise ValueError(f"operands are on {q.device} and {t.device}: move them to one device")
 
 
 def _run_eager(name: str) -> Callable[..., Outputs]:
@@ -181,10 +168,10 @@ def spec_of(program: str) -> AttentionSpec:
 def _run_cute(
     q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], need_lse: bool
 ) -> Outputs:
-    group, long_q = q.shape[1] // max(k.shape[1], 1), q.shape[2] >= LONG_SEQLEN_Q
-    spec = spec_of(program)
+    group, spec = q.shape[1] // max(k.shape[1], 1), spec_of(program)
     regular = regular_aux(dense_slots(spec), streamed_slots(spec), aux) is not None
-    plan = _plan(PlanKey(program, q.dtype, q.shape[3], v.shape[3], group, q.device, need_lse, long_q, regular))
+    variant, _ = choice(q, k, v, regular and bool(dense_slots(spec)))
+    plan = _plan(PlanKey(program, q.dtype, q.shape[3], v.shape[3], group, q.device, need_lse, variant, regular))
     if plan is None:
         return _RUN["reference"](q, k, v, aux, program, sizes, need_lse)
     if plan.contest is not None:
@@ -213,7 +200,9 @@ def _make_known(plan: Plan, q: Tensor, k: Tensor, v: Tensor, need_lse: bool) -> 
     row = heads * head_dim_v
     out = (batch, heads, seqlen_q, head_dim_v), (seqlen_q * row, head_dim_v, row, 1), q.dtype
     lse = ((batch, heads, seqlen_q), (heads * seqlen_q, seqlen_q, 1), torch.float32) if need_lse else None
-    return Known(plan, q.device.index, _allocator(q.device), out, lse)
+    splits, size = splits_of(plan.key.variant if plan.key else Variant.FORWARD, q, k, v)
+    workspace = ((size,), (1,), torch.float32) if size else None
+    return Known(plan, q.device.index, _allocator(q.device), out, lse, splits, workspace)
 
 
 @functools.cache
@@ -231,7 +220,10 @@ def _launch_known(
         return _launch(known.plan, q, k, v, aux, sizes, known.lse is not None)
     out = known.allocate(*known.out)
     lse = known.allocate(*known.lse) if known.lse is not None else None
-    return _run_kernel(known.plan, q, k, v, aux, sizes, out, lse)
+    more: tuple[Any, ...] = ()
+    if known.splits is not None:
+        more = known.allocate(*known.workspace) if known.workspace is not None else None, known.splits
+    return _run_kernel(known.plan, q, k, v, aux, sizes, out, lse, more)
 
 
 def _settle(
@@ -267,10 +259,14 @@ def _launch(
     if not k.shape[2]:
         return _fill_without_keys(plan, q, k, v, aux, sizes, out, lse)
     q, k, v = aligned(q), aligned(k), aligned(v)
+    more: tuple[Any, ...] = ()
+    splits, size = splits_of(plan.key.variant if plan.key else Variant.FORWARD, q, k, v)
+    if splits is not None:
+        more = q.new_empty((size,), dtype=torch.float32) if size else None, splits
     if q.device.index == current_device():
-        return _run_kernel(plan, q, k, v, aux, sizes, out, lse)
+        return _run_kernel(plan, q, k, v, aux, sizes, out, lse, more)
     with torch.cuda.device(q.device):
-        return _run_kernel(plan, q, k, v, aux, sizes, out, lse)
+        return _run_kernel(plan, q, k, v, aux, sizes, out, lse, more)
 
 
 def _run_kernel(
@@ -282,8 +278,9 @@ def _run_kernel(
     sizes: Sequence[int],
     out: Tensor,
     lse: Tensor | None,
+    more: tuple[Any, ...],
 ) -> Outputs:
-    """(out, lse), filled by the kernel on the current device."""
+    """(out, lse), filled by the kernel on the current device. more: arguments of its own (kernels.cute.build)."""
     passed = kernel_aux(aux, q.device, plan.bool_aux) if aux else None
     if plan.streamed and passed is not None:
         passed = regular_aux(plan.dense, plan.streamed, passed)
@@ -291,7 +288,7 @@ def _run_kernel(
             return _launch_irregular(plan, q, k, v, aux, sizes, lse is not None)
     v_mean = torch.mean(v, 2, dtype=torch.float32) if plan.needs_v_mean else None
     try:
-        plan.kernel(q, k, v, out, lse, v_mean, plan.softmax_scale, passed, tuple(sizes) if sizes else None)
+        plan.kernel(q, k, v, out, lse, v_mean, plan.softmax_scale, passed, tuple(sizes) if sizes else None, *more)
     except Exception as error:
         _abandon(plan, error)
         return _RUN["reference"](q, k, v, aux, plan.spec.text, sizes, lse is not None)
@@ -342,14 +339,13 @@ def _make_plan(key: PlanKey) -> Plan | None:
     """The plan of a cute kernel; None, after one warning, when the kernel cannot be had here. Strict mode raises."""
     from fa4_inductor.runtime import compile as compiler
     from fa4_inductor.runtime import tuning
-    from fa4_inductor.runtime.target import target_for
 
     settings = Settings.from_env()
     try:
-        target = target_for(key.device)
+        target = targets.target_for(key.device)
         if key.device.type not in _DEVICES:
             raise KernelUnavailable(f"CuTe-DSL kernels run on NVIDIA GPUs, not on {key.device.type}")
-        compile_key = compiler.forward_key(*key[:5], key.need_lse, target, long_q=key.long_q, regular=key.regular)
+        compile_key = compiler.forward_key(*key[:5], key.need_lse, target, variant=key.variant, regular=key.regular)
         kernel, contest = tuning.kernel_of(compile_key, settings, target.name)
         return make_plan(kernel, key, compile_key.dense_aux, settings.strict, contest)
     except KernelUnavailable as error:

@@ -10,6 +10,25 @@ from torch import Tensor
 from fa4_inductor.lowering.aux_layout import TMA_ALIGNMENT, has_unit_stride, suits_tma
 
 
+def check(q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor]) -> None:
+    """Raises ValueError for operands that do not fit together."""
+    (batch, heads, _, head_dim), (kv_batch, kv_heads, seqlen_k, k_dim), v_shape = q.shape, k.shape, v.shape
+    fits = (
+        k_dim == head_dim
+        and v_shape[1:3] == (kv_heads, seqlen_k)
+        and kv_batch in (1, batch)
+        and v_shape[0] in (1, batch)
+        and (heads % kv_heads == 0 if kv_heads else heads == 0)
+        and q.dtype == k.dtype == v.dtype
+    )
+    if not fits:
+        got = ", ".join(f"{n} {t.dtype} {tuple(t.shape)}" for n, t in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"operands do not fit (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv): {got}")
+    for t in (k, v, *aux):
+        if t.device != q.device and (t.dim() or t.device.type != "cpu"):
+            raise ValueError(f"operands are on {q.device} and {t.device}: move them to one device")
+
+
 def aligned(t: Tensor) -> Tensor:
     """`t` (B, H, S, D) itself when TMA can read it, else the same values where it can."""
     if has_readable_strides(t) and not t.data_ptr() % TMA_ALIGNMENT:

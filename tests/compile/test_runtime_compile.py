@@ -14,6 +14,7 @@ import torch
 
 from fa4_inductor import backend, decide, log
 from fa4_inductor.errors import KernelUnavailable
+from fa4_inductor.lowering.split_config import Variant
 from fa4_inductor.runtime import compile as C
 from fa4_inductor.runtime import launch, workers
 from fa4_inductor.runtime.target import target_for
@@ -28,9 +29,10 @@ PADDED = AttentionSpec(0.125, keep=parse_expr("aux0[b, kv_idx]", _AUX), aux=_AUX
 
 
 def key_of(
-    program=PLAIN, dtype=torch.bfloat16, d=64, dv=64, group=1, need_lse=False, target=HOPPER, long_q=False, regular=True
-):
-    return C.forward_key(program, dtype, d, dv, group, need_lse, target, long_q=long_q, regular=regular)
+    program=PLAIN, dtype=torch.bfloat16, d=64, dv=64, group=1, need_lse=False, target=HOPPER, variant=Variant.FORWARD,
+    regular=True,
+):  # fmt: skip
+    return C.forward_key(program, dtype, d, dv, group, need_lse, target, variant=variant, regular=regular)
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +48,12 @@ _PROCESS = """
 import dataclasses, json, sys
 import torch
 from fa4_inductor import backend, decide, log
+from fa4_inductor.lowering.split_config import Variant
 from fa4_inductor.runtime import compile as C
 from fa4_inductor.runtime.target import target_for
 from fa4_inductor.settings import Settings
 hopper = target_for("cuda", "sm_90a")
-key = C.forward_key(sys.argv[1], torch.bfloat16, 64, 64, 1, False, hopper, long_q=False, regular=True)
+key = C.forward_key(sys.argv[1], torch.bfloat16, 64, 64, 1, False, hopper, variant=Variant.FORWARD, regular=True)
 key = dataclasses.replace(key, sources="as of this test")
 kernel = C.get_kernel(key, Settings.from_env())
 q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)

@@ -8,8 +8,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from fa4_inductor import backend, decide, log
 from fa4_inductor.errors import KernelUnavailable
+from fa4_inductor.lowering.split_config import Variant
 from fa4_inductor.runtime import compile as compiler
 from fa4_inductor.runtime import launch
+from fa4_inductor.runtime import target as targets
 from fa4_inductor.runtime.target import target_for
 
 HOPPER = target_for("cuda", "sm_90a")
@@ -36,7 +38,8 @@ def on_hopper(monkeypatch):
     monkeypatch.setenv("FA4_INDUCTOR_DISK_CACHE", "0")
     cache = compiler.KernelCache(None, None, None)
     monkeypatch.setattr(compiler, "_kernel_cache", lambda root: cache)
-    monkeypatch.setattr(decide, "target_for", lambda device, arch=None: HOPPER)
+    for module in (decide, targets):
+        monkeypatch.setattr(module, "target_for", lambda device, arch=None: HOPPER)
     graphs = []
     monkeypatch.setattr(backend, "_compile", lambda gm, inputs, patches: graphs.append(gm) or gm.forward)
     yield graphs
@@ -132,18 +135,17 @@ def with_bias(q, k, v, bias):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("seqlen, regular", [(16, True), (13, False)])
+@pytest.mark.parametrize("seqlen, regular", [(80, True), (77, False)])
 def test_what_is_built_ahead_is_what_the_first_launch_takes(monkeypatch, dynamic, seqlen, regular):
-    """By the strides of aux tensors, and by the length seen while compiling where it is symbolic."""
+    """By the strides of aux tensors, and by the shapes seen while compiling where they are symbolic."""
     built, ready = [], []
     monkeypatch.setattr(compiler, "_build", lambda key: built.append(key) or print)
-    monkeypatch.setattr(decide, "LONG_SEQLEN_Q", 14)
-    monkeypatch.setattr(launch, "LONG_SEQLEN_Q", 14)
     monkeypatch.setattr(launch, "_launch", lambda plan, q, *rest: ready.append(plan) or (torch.zeros_like(q), q))
     args = [torch.randn(1, 2, seqlen, 64, dtype=torch.bfloat16) for _ in range(3)]
     bias = torch.randn(1, 2, seqlen, seqlen, dtype=torch.bfloat16)
     with torch.no_grad():
         torch.compile(with_bias, backend="fa4", dynamic=dynamic)(*args, bias)
     (prepared,) = launch._plans
-    assert prepared.long_q == (seqlen >= 14) and len(built) == 1
+    assert prepared.variant is (Variant.NARROW if regular else Variant.DIRECT) and len(built) == 1
+    assert built[0].direction == ("forward" if regular else "split")
     assert prepared.regular == built[0].dense_aux == bool(ready[0].dense) == regular

@@ -35,11 +35,20 @@ def test_every_pair_of_head_dims_has_a_configuration():
 
 def test_one_sequence_is_split_over_the_whole_gpu():
     variant, splits = choose(1, 32, 8, 1, 32768)
-    assert variant is Variant.SPLIT and 8 * splits > 0.95 * 2 * SMS
+    assert variant is Variant.SPLIT and 0.95 * SMS < 8 * splits <= SMS
 
 
 def test_a_full_gpu_needs_no_splits():
-    assert choose(64, 32, 8, 1, 4096) == (Variant.DIRECT, 1)
+    assert choose(64, 32, 8, 1, 4096) == choose(16, 32, 8, 1, 4096) == (Variant.DIRECT, 1)
+
+
+def test_many_rows_are_not_merged():
+    assert choose(1, 8, 8, 512, 4096) == choose(1, 8, 8, 512, 512) == (Variant.NARROW, 1)
+
+
+def test_short_sequences_of_few_heads():
+    assert choose(1, 8, 8, 200, 200) == (Variant.DIRECT, 1)
+    assert choose(8, 12, 12, 200, 200) == (Variant.FORWARD, 1)
 
 
 def test_a_short_cache_is_not_split_finer_than_its_tiles():
@@ -59,7 +68,7 @@ def test_other_machines_have_no_split_kernel():
 def test_dense_tiles_of_many_rows_come_by_tma():
     shape = (1, 8, 8, 200, 200, (64, 64), HOPPER)
     assert choose_variant(*shape)[0] is not Variant.FORWARD
-    assert choose_variant(*shape, dense=True) == (Variant.FORWARD, 1)
+    assert choose_variant(*shape, dense=True) == (Variant.NARROW, 1)
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 8, 1, 64), (1, 0, 0, 1, 64), (1, 8, 8, 0, 64), (1, 8, 8, 1, 0)])
@@ -75,7 +84,7 @@ def test_splits_are_within_bounds_and_never_slower_than_none(blocks, seqlen_k):
     splits = plan_splits(blocks, seqlen_k, SMS, config)
     assert 1 <= splits <= min(MAX_SPLITS, -(-seqlen_k // config.tile_n))
     tiles = -(-seqlen_k // config.tile_n)
-    waves = lambda n: math.ceil(blocks * n / (2 * SMS)) * math.ceil(tiles / n)
+    waves = lambda n: math.ceil(blocks * n / SMS) * math.ceil(tiles / n)
     assert waves(splits) <= waves(1)
 
 

@@ -8,7 +8,9 @@ import torch
 
 from fa4_inductor import log
 from fa4_inductor.errors import KernelUnavailable
-from fa4_inductor.runtime import launch
+from fa4_inductor.lowering.config_table import LONG_SEQLEN_Q
+from fa4_inductor.lowering.split_config import Variant
+from fa4_inductor.runtime import launch, variants
 from fa4_inductor.spec import AttentionSpec, AuxSpec, EmptyRow, parse_expr
 
 DEV = torch.device("cpu")
@@ -99,7 +101,7 @@ def test_a_plan_is_found_by_shape_after_its_checks(monkeypatch):
 def test_the_short_way_makes_the_same_call(need_lse):
     """Shapes and strides seen before, at any address."""
     recorder, spec = Recorder(), AttentionSpec(0.5)
-    launch.prepare(recorder, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, need_lse, False, True))
+    launch.prepare(recorder, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, need_lse, Variant.FORWARD, True))
     args = operands()
     storage = torch.zeros(args[1].numel() + 1, dtype=torch.float16)
     odd = storage[1:].view_as(args[1]).copy_(args[1])
@@ -118,7 +120,7 @@ def test_the_short_way_makes_the_same_call(need_lse):
 
 def test_on_another_device_the_short_way_is_not_taken(monkeypatch):
     recorder, spec, entered = Recorder(), AttentionSpec(0.5), []
-    launch.prepare(recorder, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, False, False, True))
+    launch.prepare(recorder, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, False, Variant.FORWARD, True))
     args = operands()
     launch.forward(*args, [], spec.text, [], "cute", False)
     monkeypatch.setattr(launch, "current_device", lambda: 3)
@@ -130,7 +132,7 @@ def test_on_another_device_the_short_way_is_not_taken(monkeypatch):
 def test_a_plan_built_ahead_is_used(monkeypatch):
     monkeypatch.setattr(launch, "_make_plan", lambda *key: pytest.fail("made although prepared"))
     recorder, spec = Recorder(), AttentionSpec(0.5)
-    launch.prepare(recorder, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, False, False, True))
+    launch.prepare(recorder, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, False, Variant.FORWARD, True))
     launch.forward(*operands(), [], spec.text, [], "cute", False)
     assert len(recorder.calls) == 1
 
@@ -144,14 +146,16 @@ def test_a_kernel_that_is_refused_at_launch_is_replaced_with_one_warning(caplog)
 
     log.reset_warnings()
     spec, args = AttentionSpec(0.5), operands()
-    launch.prepare(refuse, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, False, False, True))
+    launch.prepare(refuse, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, False, Variant.FORWARD, True))
     want = launch.forward(*args, [], spec.text, [], "reference", False)[0]
     with caplog.at_level(logging.WARNING, logger="fa4_inductor"):
         for _ in range(3):
             torch.testing.assert_close(launch.forward(*args, [], spec.text, [], "cute", False)[0], want)
     assert len(calls) == 1 and len(caplog.records) == 1 and "TypeError" in caplog.text
     launch.clear_plans()
-    launch.prepare(refuse, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, False, False, True), strict=True)
+    launch.prepare(
+        refuse, launch.PlanKey(spec.text, torch.float16, 8, 16, 2, DEV, False, Variant.FORWARD, True), strict=True
+    )
     with pytest.raises(KernelUnavailable, match="could not be launched"):
         launch.forward(*args, [], spec.text, [], "cute", False)
 
@@ -247,7 +251,25 @@ def test_long_queries_have_a_kernel_of_their_own(monkeypatch):
     made = []
     make = lambda key: made.append(key) or launch.make_plan(Recorder(), key, False, False)
     monkeypatch.setattr(launch, "_make_plan", make)
-    monkeypatch.setattr(launch, "LONG_SEQLEN_Q", 4)
-    for length in (3, 4, 5, 3):
+    for length in (3, LONG_SEQLEN_Q, LONG_SEQLEN_Q + 1, 3):
         launch.forward(*operands(sq=length), [], AttentionSpec(0.5).text, [], "cute", False)
-    assert [key.long_q for key in made] == [False, True]
+    assert [key.variant for key in made] == [Variant.FORWARD, Variant.LONG]
+
+
+@pytest.mark.parametrize("variant", [Variant.DIRECT, Variant.SPLIT])
+def test_kernels_of_few_rows_are_told_their_splits(monkeypatch, variant):
+    """And get memory for the partial results, on the first launch and on those that are known."""
+    recorder, made = Recorder(), []
+    make = lambda key: made.append(key) or launch.make_plan(recorder, key, False, False)
+    monkeypatch.setattr(launch, "_make_plan", make)
+    monkeypatch.setattr(variants, "choose_variant", lambda *shapes: (variant, 3))
+    for _ in range(2):
+        launch.forward(*operands(b=2, hq=4, sq=3, d=8, dv=16), [], AttentionSpec(0.5).text, [], "cute", False)
+    assert [key.variant for key in made] == [variant] and len(recorder.calls) == 2
+    for call in recorder.calls:
+        workspace, splits = call[9:]
+        assert splits == 3
+        if variant is Variant.DIRECT:
+            assert workspace is None
+        else:
+            assert workspace.shape == (3 * 2 * 4 * 3 * 17,) and workspace.dtype is torch.float32

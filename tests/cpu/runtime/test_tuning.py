@@ -11,6 +11,7 @@ from fa4_inductor import log
 from fa4_inductor.errors import KernelUnavailable
 from fa4_inductor.lowering.candidates import candidates
 from fa4_inductor.lowering.config_table import HEAD_DIMS, select_config
+from fa4_inductor.lowering.split_config import Variant
 from fa4_inductor.runtime import compile as C
 from fa4_inductor.runtime import launch, tuning
 from fa4_inductor.runtime.target import target_for
@@ -19,7 +20,7 @@ from fa4_inductor.spec import AttentionSpec
 
 HOPPER = target_for("cuda", "sm_90a")
 KEY = C.forward_key(
-    AttentionSpec(0.125).text, torch.bfloat16, 128, 128, 1, False, HOPPER, long_q=False, regular=True
+    AttentionSpec(0.125).text, torch.bfloat16, 128, 128, 1, False, HOPPER, variant=Variant.FORWARD, regular=True
 )
 
 
@@ -149,7 +150,7 @@ def test_the_first_launch_outside_a_capture_holds_the_contest(settings, monkeypa
         return {text: 1.0 if text == names[-1] else 2.0 for text in timed}
 
     monkeypatch.setattr(tuning, "time_ms", time_ms)
-    plan_key = launch.PlanKey(KEY.program, torch.bfloat16, 128, 128, 1, device, False, False, True)
+    plan_key = launch.PlanKey(KEY.program, torch.bfloat16, 128, 128, 1, device, False, Variant.FORWARD, True)
     launch.prepare(kernels[names[0]], plan_key, contest=contest)
     q = torch.zeros(1, 2, 8, 128, dtype=torch.bfloat16)
     run = lambda: launch.forward(q, q, q, [], KEY.program, [], "cute", False)
