@@ -2,6 +2,7 @@
 
 - A *dense* load has `q_idx, kv_idx` as its last indices and only (b, h) before them: one tile [q_idx, kv_idx] per key
   tile, which TMA can bring in beside K.
+- A *table* load is what `lowering.hoist` put in the place of a term of the distance `kv_idx - q_idx`.
 - A *streamed* tensor is read at a last index that changes with the row or key. With an innermost stride of 1 an address
   is one multiply-add.
 
@@ -16,8 +17,10 @@ from collections.abc import Sequence
 
 from fa4_inductor.analysis.facts import facts
 from fa4_inductor.analysis.parts import Stage, stage
+from fa4_inductor.lowering.hoist import POSITION
 from fa4_inductor.spec.attention import AttentionSpec
-from fa4_inductor.spec.expr import Expr, index, walk
+from fa4_inductor.spec.expr import Expr, const, index, walk
+from fa4_inductor.spec.linear import linear
 
 TMA_ALIGNMENT = 16
 """Bytes: what TMA demands of addresses and of all strides but the innermost."""
@@ -41,9 +44,24 @@ def dense_slots(spec: AttentionSpec) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
+def table_loads(spec: AttentionSpec) -> tuple[Expr, ...]:
+    """The loads from distance tables, which only `lowering.hoist` makes: it leaves no other load of this form in a
+    score."""
+    loads = [n for n in walk(spec.score) if n.op == "load" and spec.aux[n.value].dtype in ("float32", "bfloat16")]
+    return tuple(n for n in loads if _is_table(n))
+
+
+def table_slots(spec: AttentionSpec) -> tuple[int, ...]:
+    """Aux slots of the table loads."""
+    return tuple(dict.fromkeys(load.value for load in table_loads(spec)))
+
+
+@functools.lru_cache(maxsize=1024)
 def streamed_slots(spec: AttentionSpec) -> tuple[int, ...]:
-    """Aux slots of streamed tensors."""
-    return tuple(dict.fromkeys(n.value for n in _loads(spec) if stage(n.args[-1]) is not Stage.UNIFORM))
+    """Aux slots of streamed tensors, tables among them."""
+    tables = table_loads(spec)
+    streamed = [n for n in _loads(spec) if n in tables or stage(n.args[-1]) is not Stage.UNIFORM]
+    return tuple(dict.fromkeys(n.value for n in streamed))
 
 
 def dense_bytes(spec: AttentionSpec, loads: tuple[Expr, ...]) -> int:
@@ -54,6 +72,15 @@ def dense_bytes(spec: AttentionSpec, loads: tuple[Expr, ...]) -> int:
 def _is_dense(load: Expr) -> bool:
     return load.args[-2:] == (index("q_idx"), index("kv_idx")) and all(
         stage(i) is Stage.UNIFORM for i in load.args[:-2]
+    )
+
+
+def _is_table(load: Expr) -> bool:
+    return (
+        len(load.args) == 4
+        and load.args[3] is const(0)
+        and linear(load.args[2]) == linear(POSITION)
+        and all(stage(i) is Stage.UNIFORM for i in load.args[:2])
     )
 
 

@@ -33,7 +33,9 @@ class KernelConfig:
             another feeds the tensor cores (ping-pong).
         min_heads: heads (over all batches) whose query tiles are dealt out together, longest first, at least: more of
             them balance the CTAs better, fewer keep K and V in L2.
-        optimistic_max: fix the softmax shift after the masked tiles and verify at the end; bf16 only.
+        optimistic_max: fix the softmax shift after the first tile and verify at the end; bf16 only.
+        polynomial_exp2: of every 8 exponentials, how many take multiply-adds instead of the special function unit, for
+            programs that need the unit for more and have bounded scores.
 
     Raises:
         ValueError: for a combination the kernel cannot be built with.
@@ -45,12 +47,15 @@ class KernelConfig:
     order_warpgroups: bool = True
     min_heads: int = 16
     optimistic_max: bool = True
+    polynomial_exp2: int = 4
 
     def __post_init__(self) -> None:
         if self.num_consumers not in (1, 2, 3):
             raise ValueError(f"num_consumers must be 1, 2 or 3, not {self.num_consumers}")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             raise ValueError(f"tile_n must be a multiple of 16 in [16, 256], not {self.tile_n}")
+        if not 0 <= self.polynomial_exp2 <= 8:
+            raise ValueError(f"polynomial_exp2 must be in [0, 8], not {self.polynomial_exp2}")
         if self.num_stages < 1:
             raise ValueError(f"num_stages must be positive, not {self.num_stages}")
 

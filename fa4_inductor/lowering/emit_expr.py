@@ -55,26 +55,27 @@ def aux_length(slot: int, dim: int) -> Expr:
     return Expr("size", Kind.INT, (), f"ctx.aux[{slot}].shape[{dim}]")
 
 
-def clamp_loads(root: Expr, dense: tuple[Expr, ...] = ()) -> Expr:
+def clamp_loads(root: Expr, tiles: tuple[Expr, ...] = ()) -> Expr:
     """`root` with every load index forced into its dimension: elements that will be dropped may point anywhere.
 
     The clamp is part of the expression, so one on an index that only depends on the row or the key happens once there.
-    `dense` loads come from shared memory, where nothing is out of range.
+    The kernel fetches the loads in `tiles`, where nothing is out of range.
     """
     done: dict[Expr, Expr] = {}
     for node in walk(root):
-        args = node.args if node in dense else tuple(done[a] for a in node.args)
-        if node.op == "load" and node not in dense:
+        args = node.args if node in tiles else tuple(done[a] for a in node.args)
+        if node.op == "load" and node not in tiles:
             args = tuple(_clamped(i, aux_length(node.value, dim)) for dim, i in enumerate(args))
         done[node] = node if args == node.args else Expr(node.op, node.kind, args, node.value)
     return done[root]
 
 
-def group_by_stage(root: Expr) -> Expr:
-    """`root` with integer sums over q_idx and kv_idx as (key part) + (row part), so that one addition is left."""
+def group_by_stage(root: Expr, tiles: tuple[Expr, ...] = ()) -> Expr:
+    """`root` with integer sums over q_idx and kv_idx as (key part) + (row part), so that one addition is left; loads in
+    `tiles` stay as they are."""
     done: dict[Expr, Expr] = {}
     for node in walk(root):
-        args = tuple(done[a] for a in node.args)
+        args = node.args if node in tiles else tuple(done[a] for a in node.args)
         changed = node if args == node.args else Expr(node.op, node.kind, args, node.value)
         if node.kind is Kind.INT and node.op in ("add", "sub", "neg") and stage(node) is Stage.ELEMENT:
             changed = _grouped(changed)
@@ -120,7 +121,7 @@ class Writer:
     Args:
         aux: dtypes of the aux tensors. exact: nodes that need exact forms.
         given: text of values computed at an earlier stage, such as `u[0]`.
-        dense: loads whose elements are handed over as `d[0], d[1], ...`.
+        tiles: loads whose elements are handed over, such as `d[0]`, with their text.
         unit_stride: slots of tensors with an innermost stride of 1.
     """
 
@@ -129,12 +130,12 @@ class Writer:
         aux: tuple[AuxSpec, ...],
         exact: frozenset[Expr],
         given: dict[Expr, str],
-        dense: tuple[Expr, ...] = (),
+        tiles: dict[Expr, str] | None = None,
         unit_stride: tuple[int, ...] = (),
     ) -> None:
         self.aux = aux
         self.exact = exact
-        self.dense = dense
+        self.tiles = tiles or {}
         self.unit_stride = unit_stride
         self.text: dict[Expr, str] = dict(given)
         self.lines: list[str] = []
@@ -164,7 +165,7 @@ class Writer:
         def visit(node: Expr) -> None:
             if node in order:
                 return
-            if node not in self.text and node not in self.dense:
+            if node not in self.text and node not in self.tiles:
                 for arg in node.args:
                     visit(arg)
             order[node] = None
@@ -227,8 +228,8 @@ class Writer:
         return f"Int32({element})" if node.kind is Kind.INT else f"Float32({element})"
 
     def _element(self, node: Expr) -> str:
-        if node in self.dense:
-            return f"d[{self.dense.index(node)}]"
+        if node in self.tiles:
+            return self.tiles[node]
         indices = [bare(self.text[a]) for a in node.args]
         if node.value in self.unit_stride:
             row = ", ".join([*indices[:-1], "None"])

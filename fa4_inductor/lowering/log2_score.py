@@ -1,12 +1,14 @@
 """The score in base-2 units, arranged so that few instructions are left per element.
 
-Four rewrites, all of which keep the value up to fp32 rounding:
+Five rewrites, all of which keep the value up to fp32 rounding:
 - log2(e) is multiplied into constants, and into the factor that changes least often;
 - float(kv_idx - q_idx) becomes float(kv_idx) - float(q_idx): exact below 2^24, and conversions run at an eighth of the
   rate of additions;
 - slope * (column - row) becomes slope * column + (-slope * row), one fused multiply-add per element. The fused form
   rounds once, at the size of the result, and the rounding of the row's part is the same for all keys of a row, to
   which softmax is blind;
+- where rows share such terms they share their shift as well, so that what is added to the product is computed once
+  (`shared_score`);
 - values that may be as large as a finfo.min fill are multiplied by log2(e) rounding toward zero, which saturates: what
   was finite stays finite, so that a row of nothing but such fills stays uniform.
 """
@@ -16,12 +18,17 @@ from __future__ import annotations
 from fa4_inductor.analysis.bounds import FLOAT_MAX, value_range
 from fa4_inductor.analysis.parts import Stage, stage, terms, total
 from fa4_inductor.lowering.emit_expr import LOG2_E
-from fa4_inductor.spec.expr import Expr, call, cast, const, walk
+from fa4_inductor.spec.expr import Expr, call, cast, const, index, walk
 from fa4_inductor.spec.ops import Kind
 from fa4_inductor.spec.simplify import simplify
 
 SHIFT = Expr("shift", Kind.FLOAT)
 """Minus the row's softmax shift, a value that only kernel programs know."""
+
+KV_FIRST = Expr("index", Kind.INT, (), "kv_first")
+"""kv_idx of the thread's first column in the tile."""
+OFFSET = Expr("index", Kind.FLOAT, (), "offset")
+"""kv_idx - KV_FIRST, known when the kernel is traced."""
 
 _SPLIT = frozenset({"add", "sub", "neg", "abs", "minimum", "maximum"})
 
@@ -51,6 +58,51 @@ def _add_fills(result: Expr, fills: list[Expr]) -> Expr:
     for term in fills:
         result = Expr("fma_rz", Kind.FLOAT, (*term.args, result))
     return result
+
+
+def shared_score(score: Expr, tables: tuple[Expr, ...]) -> tuple[Expr, Expr] | None:
+    """(shared, row) with `score * log2(e) == shared + row` up to a SHIFT that `shared` adds, or None.
+
+    The rows of a thread may then have one shift: `row` is the part of the score that only knows the row, and most of
+    `shared` but the product is equal for them, because it knows the key alone or is read from a table along the
+    diagonal. None where nothing is shared, so that a shift of its own costs a row nothing.
+    """
+    parts = [_spread(t) for t in terms(scaled(float_distances(simplify(score)), LOG2_E))]
+    rows: list[Expr] = []
+    slopes: list[Expr] = []
+    shared: list[Expr] = []
+    rest: list[Expr] = []
+    for t in (t for t in parts if "score" not in t.free):
+        if t.op == "fma" and stage(t.args[0]) is Stage.UNIFORM:
+            slope, column, row = t.args
+            rows.append(row)
+            if column is cast(index("kv_idx"), Kind.FLOAT):
+                slopes.append(slope)
+            else:
+                shared.append(slope * column)
+        elif stage(t) in (Stage.UNIFORM, Stage.ROW) and not any(n.op == "load" for n in walk(t)):
+            rows.append(t)
+        else:
+            (shared if _is_shared(t, tables) else rest).append(t)
+    if not slopes and not shared:
+        return None
+    result = SHIFT
+    for slope in slopes:
+        result = fma(slope, cast(KV_FIRST, Kind.FLOAT), result)
+    for t in shared:
+        result = _add_fills(result, [t]) if t.op == "mul_rz" and stage(t) is Stage.ELEMENT else result + t
+    for slope in slopes:
+        result = fma(slope, OFFSET, result)
+    fills = [t for t in rest if t.op == "mul_rz" and stage(t) is Stage.ELEMENT]
+    scores = [t for t in parts if "score" in t.free]
+    return _add_fills(total([result, *(t for t in rest if t not in fills), *scores]), fills), total(rows)
+
+
+def _is_shared(term: Expr, tables: tuple[Expr, ...]) -> bool:
+    """Whether `term` knows the row through `tables` alone."""
+    if term in tables or "q_idx" not in term.free:
+        return True
+    return bool(term.args) and all(_is_shared(a, tables) for a in term.args)
 
 
 def scaled(e: Expr, factor: float) -> Expr:

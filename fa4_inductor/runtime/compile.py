@@ -25,7 +25,7 @@ import torch
 from fa4_inductor import log
 from fa4_inductor.analysis import facts
 from fa4_inductor.errors import KernelUnavailable
-from fa4_inductor.lowering.aux_layout import dense_bytes, dense_loads, streamed_slots
+from fa4_inductor.lowering.aux_layout import dense_bytes, dense_loads, streamed_slots, table_loads
 from fa4_inductor.lowering.config import KernelConfig
 from fa4_inductor.lowering.config_table import select_config
 from fa4_inductor.lowering.emit_program import emit_program, emit_tile_test, write_program
@@ -226,6 +226,7 @@ def _program_text(spec: AttentionSpec, key: CompileKey) -> str:
         facts(spec),
         need_lse=key.need_lse,
         dense=dense_loads(spec) if key.dense_aux else (),
+        tables=table_loads(spec) if key.regular_aux and key.direction != _SPLIT else (),
         unit_stride=unit_stride,
         use_tile_map=tiles is not None and (tiles.tile_m, tiles.tile_n) == of_kernel,
     )

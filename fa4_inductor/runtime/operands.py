@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fa4_inductor.lowering.aux_layout import TMA_ALIGNMENT, has_unit_stride, suits_tma
+from fa4_inductor.lowering.hoist import table_length
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor]) -> None:
@@ -57,16 +58,30 @@ def kernel_aux(aux: Sequence[Tensor], device: torch.device, any_bool: bool) -> t
     return tuple([t.view(torch.uint8) if t.dtype is torch.bool else t for t in moved] if any_bool else moved)
 
 
-def regular_aux(dense: tuple[int, ...], streamed: tuple[int, ...], aux: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    """`aux` with strides of 1 and for TMA in these slots; None where some tensor has others."""
+def regular_aux(
+    dense: tuple[int, ...], streamed: tuple[int, ...], aux: Sequence[Tensor], tables: tuple[int, ...] = ()
+) -> tuple[Tensor, ...] | None:
+    """`aux` with strides of 1 in the streamed slots, for TMA in the dense ones and in pairs in tables; None where some
+    tensor has others."""
     views = list(aux)
     for slot in streamed:
         t = views[slot]
-        view = _readable(t) if slot in dense else t if t.stride(-1) == 1 else _with_unit_stride(t)
+        if slot in tables:
+            view = t if t.is_contiguous() and not t.data_ptr() % (2 * t.itemsize) else None
+        else:
+            view = _readable(t) if slot in dense else t if t.stride(-1) == 1 else _with_unit_stride(t)
         if view is None:
             return None
         views[slot] = view
     return tuple(views)
+
+
+def check_tables(slots: tuple[int, ...], seqlen_q: int, seqlen_k: int, aux: Sequence[Tensor]) -> None:
+    """The kernel reads distance tables (lowering.hoist) without looking at their length: ValueError for another one."""
+    for slot in slots:
+        expected, found = (table_length(seqlen_q, seqlen_k), 2), tuple(aux[slot].shape[2:])
+        if found != expected:
+            raise ValueError(f"aux {slot} is a table over the distance and must end in {expected}, not in {found}")
 
 
 def _with_unit_stride(t: Tensor) -> Tensor | None:

@@ -54,5 +54,5 @@ def test_both_layers_read_one_table_and_one_narrowed_tensor():
     assert len(calls) == 2 and calls[0][3] == calls[1][3]
     for call in calls:
         kinds = sorted((str(a.meta["example_value"].dtype), a.meta["example_value"].dim()) for a in call[3])
-        assert kinds == [("torch.float32", 3), ("torch.int32", 2)]
+        assert kinds == [("torch.float32", 4), ("torch.int32", 2)]
         assert "log" not in call[4]

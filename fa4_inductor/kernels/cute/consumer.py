@@ -3,6 +3,8 @@
 S of the next key tile is issued before PV of this one, so that the softmax runs while the tensor cores work.
 """
 
+from types import SimpleNamespace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
@@ -14,6 +16,7 @@ from fa4_inductor.kernels.cute.producer import advance
 from fa4_inductor.kernels.cute.redo import shift_failed
 from fa4_inductor.kernels.cute.softmax import Softmax
 from fa4_inductor.kernels.cute.static import TraceObject
+from fa4_inductor.kernels.cute.tables import TableRead
 from fa4_inductor.kernels.cute.tiles import key_tiles
 
 _ORDER_BARRIER = 1  # named barriers 1..3: whose turn it is to issue wgmma
@@ -47,7 +50,10 @@ class Consumer(TraceObject):
         self.o = cute.make_rmem_tensor(pv.partition_shape_C((64, fwd.tile_dv)), Float32)
         self.p = pv.make_fragment_A(pv.partition_shape_A((64, config.tile_n)))
         self.dense = [DenseRead(tile, self.mma_qk, self.s, wg, lane, config.num_consumers) for tile in smem.dense]
-        self.softmax = Softmax(fwd.program, softmax_scale)
+        self.softmax = Softmax(fwd.program, softmax_scale, config.polynomial_exp2 if fwd.bounded else None)
+        # rows may come to their first key in a full tile
+        program = fwd.program
+        self.seeds_full_tiles = program.has_keep_column or program.may_fill or program.tile_map is not None
         self.ordered = config.order_warpgroups and config.num_consumers > 1
 
     # -- ordering between warpgroups ------------------------------------------------------------------------------
@@ -80,9 +86,9 @@ class Consumer(TraceObject):
 
     # -- the steps ------------------------------------------------------------------------------------------------
 
-    def ahead(self, at, n: Int32, index: Int32, mask: bool) -> tuple:
-        """What the scores of key tile n need from memory: (column values, whether keep_column drops nothing, dense
-        tiles in registers, out of slot `index`).
+    def ahead(self, at, n: Int32, index: Int32, mask: bool) -> SimpleNamespace:
+        """What the scores of key tile n need from memory: column values, whether keep_column drops nothing, dense tiles
+        in registers, out of slot `index`, and entries of tables.
 
         Issued while the tensor cores compute S, so that the loads have arrived by then.
         """
@@ -90,22 +96,23 @@ class Consumer(TraceObject):
         if dense:
             # every lane has read before lane 0 releases the slot
             cute.arch.sync_warp()
-        softmax, ctx, tile_n = self.softmax, self.ctx, self.fwd.config.tile_n
+        softmax, ctx, tile_n, size = self.softmax, self.ctx, self.fwd.config.tile_n, cute.size(self.s)
         kv_first = n * tile_n + fragment.thread_column(self.lane)
-        columns = softmax.columns(ctx, at.b, at.h, kv_first, at.u, cute.size(self.s), mask)
-        if mask or not self.fwd.program.has_keep_column:
-            return columns, None, dense
-        return columns, softmax.all_columns_kept(ctx, at.b, at.h, n * tile_n, tile_n, at.u), dense
+        tables = [read(kv_first - at.q_rows[0], ctx.seqlen_q, size) for read in at.tables]
+        columns = softmax.columns(ctx, at.b, at.h, kv_first, at.u, size, mask)
+        all_kept = None
+        if not mask and self.fwd.program.has_keep_column:
+            all_kept = softmax.all_columns_kept(ctx, at.b, at.h, n * tile_n, tile_n, at.u)
+        return SimpleNamespace(dense=dense, tables=tables, columns=columns, all_kept=all_kept)
 
-    def scores(self, n: Int32, at, ahead: tuple, mask: bool, shifted: bool = False) -> None:
+    def scores(self, n: Int32, at, ahead: SimpleNamespace, mask: bool, shifted: bool = False) -> None:
         """Turn the raw S of key tile n into program scores; shifted: minus the softmax shift."""
-        columns, all_kept, dense = ahead
         softmax, ctx, tile_n = self.softmax, self.ctx, self.fwd.config.tile_n
         kv_first = n * tile_n + fragment.thread_column(self.lane)
-        softmax.apply_program(self.s, ctx, at.b, at.h, at.q_rows, columns, at.u, at.rows, dense, mask, shifted)
-        if all_kept is not None:
-            softmax.mask_columns(all_kept, self.s, ctx, at.b, at.h, kv_first, at.u)
-        if mask:
+        softmax.apply_program(self.s, ctx, at, kv_first, ahead, mask, shifted)
+        if ahead.all_kept is not None:
+            softmax.mask_columns(ahead.all_kept, self.s, ctx, at.b, at.h, kv_first, at.u)
+        if mask and not self.fwd.program.has_interval:
             softmax.mask_edge(self.s, kv_first, (n + 1) * tile_n, ctx.seqlen_k)
 
     def first(self, at, n: Int32, index: Int32, phase: Int32) -> None:
@@ -116,18 +123,20 @@ class Consumer(TraceObject):
         warpgroup.wait_group(0)
         self.release(self.bars.k_empty + index)
         self.scores(n, at, ahead, mask=True)
-        self.softmax.shift(self.s)
-        self.softmax.exponentiate(self.s)
+        if not self.fwd.bounded:
+            self.softmax.shift(self.s)
+            if self.fwd.optimistic and self.fwd.program.shares_shift:
+                self.softmax.join()
+        self.softmax.exponentiate(self.s, self.fwd.bounded, finite=False)
         fragment.convert_to_half(self.s, self.p)
 
-    def step(self, at, n: Int32, index: Int32, phase: Int32, mask: bool) -> tuple:
+    def step(self, at, n: Int32, index: Int32, phase: Int32, mask: bool, fixed_shift: bool) -> tuple:
         """S of key tile n overlapped with PV of the tile before it (slot `index`); returns the slot of tile n.
 
-        Without mask and with the optimistic maximum the shift stays as it is (see redo.py).
+        fixed_shift: rows that have a shift keep it (see redo.py).
         """
-        bars, softmax, program = self.bars, self.softmax, self.fwd.program
-        fixed_shift = self.fwd.optimistic and not mask
-        shifted = fixed_shift and program.has_shifted_score
+        bars, softmax, bounded = self.bars, self.softmax, self.fwd.bounded
+        shifted = fixed_shift and not bounded and self.fwd.program.has_shifted_score
         v_index, v_phase = index, phase
         index, phase = advance(index, phase, self.fwd.config.num_stages)
         cute.arch.mbarrier_wait(bars.k_full + index, phase)
@@ -142,9 +151,9 @@ class Consumer(TraceObject):
         self.scores(n, at, ahead, mask, shifted)
         if not fixed_shift:
             grew = softmax.shift(self.s)
-        elif program.has_keep_column or program.dense or program.tile_map is not None:
+        elif not bounded and (mask or self.seeds_full_tiles):
             softmax.seed(self.s, shifted)
-        softmax.exponentiate(self.s, shifted)
+        softmax.exponentiate(self.s, shifted or bounded, finite=not (mask or self.fwd.program.has_keep_column))
         warpgroup.wait_group(0)
         self.release(bars.v_empty + v_index)
         fragment.convert_to_half(self.s, self.p)
@@ -161,13 +170,26 @@ class Consumer(TraceObject):
         return advance(index, phase, self.fwd.config.num_stages)
 
     @cute.jit
-    def tile(self, at: cutlass.Constexpr, keys: cutlass.Constexpr, index: Int32, phase: Int32):
-        """All key tiles of one query tile; leaves the unnormalised O in registers. Returns the ring state."""
+    def tile(self, at: cutlass.Constexpr, keys: cutlass.Constexpr, fixed_shift: Boolean, index: Int32, phase: Int32):
+        """All key tiles of one query tile; leaves the unnormalised O in registers. Returns the ring state.
+
+        fixed_shift: the first tile's shift is kept in the others; else all of them are masked, and the maximum runs.
+        """
+        optimistic, bounded = cutlass.const_expr(self.fwd.optimistic), cutlass.const_expr(self.fwd.bounded)
         self.first(at, keys.tile(Int32(0)), index, phase)
-        for j in cutlass.range(1, keys.num_masked, unroll=1):
-            index, phase = self.step(at, keys.tile(j), index, phase, True)
+        running = keys.num_masked
+        if cutlass.const_expr(optimistic):
+            running = ops.select(fixed_shift, Int32(1), keys.num_masked)
+        if cutlass.const_expr(not bounded):
+            for j in cutlass.range(1, running, unroll=1):
+                index, phase = self.step(at, keys.tile(j), index, phase, True, False)
+        if cutlass.const_expr(optimistic and self.fwd.program.masked):
+            for j in cutlass.range(running, keys.num_masked, unroll=1):
+                index, phase = self.step(at, keys.tile(j), index, phase, True, True)
+            if cutlass.const_expr(not (bounded or self.seeds_full_tiles)):
+                self.softmax.settle(keys.count > keys.num_masked)
         for j in cutlass.range(keys.num_masked, keys.count, unroll=1):
-            index, phase = self.step(at, keys.tile(j), index, phase, False)
+            index, phase = self.step(at, keys.tile(j), index, phase, False, optimistic)
         index, phase = self.last(index, phase)
         return index, phase
 
@@ -182,6 +204,9 @@ class TileCoordinates(TraceObject):
         self.q_rows = (first, first + 8)
         self.u = fwd.program.uniform(ctx, b, h)
         self.rows = tuple(fwd.program.row(ctx, b, h, q, self.u) for q in self.q_rows)
+        self.tables = [
+            TableRead(ctx.aux[slot], lead) for slot, lead in zip(fwd.program.tables, fwd.program.table_index(ctx, b, h))
+        ]
 
 
 @cute.jit
@@ -204,20 +229,23 @@ def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, order: cutlass
             q_hi = ops.imin(q_lo + fwd.config.tile_m, ctx.seqlen_q) - 1
             keys = key_tiles(fwd.program, ctx, b, h, m_tile, q_lo, q_hi, fwd.config.tile_n, again)
             at = TileCoordinates(fwd, ctx, m_tile, h, b, consumer.wg, consumer.lane)
-            consumer.softmax.reset((keys.count > keys.num_masked) & fwd.optimistic)
+            fixed_shift = (keys.count > 1) & (again == False) & fwd.optimistic  # noqa: E712
+            consumer.softmax.reset(fixed_shift)
+            if cutlass.const_expr(fwd.program.shares_shift):
+                consumer.softmax.take_row_scores(ctx, at)
             consumer.o.fill(0.0)
             cute.arch.mbarrier_wait(consumer.bars.q_full, q_phase)
             q_phase = q_phase ^ 1
             if keys.count > 0:
-                index, phase = consumer.tile(at, keys, index, phase)
+                index, phase = consumer.tile(at, keys, fixed_shift, index, phase)
             if cutlass.const_expr(not fwd.output_aliases_q):
                 consumer.release(consumer.bars.q_empty)
             consumer.softmax.reduce_sums()
             if cutlass.const_expr(redo.enabled):
-                if keys.count > keys.num_masked:
+                if fixed_shift:
                     sums = [consumer.softmax.row_sum[r] for r in range(fragment.ROWS)]
-                    shifts = consumer.softmax.shifts() if fwd.program.has_shifted_score else None
-                    failed = shift_failed(sums, shifts, at.q_rows, ctx.seqlen_q, consumer.o)
+                    own = fwd.program.has_shifted_score
+                    failed = shift_failed(sums, consumer.softmax.shifts(), own, at.q_rows, ctx.seqlen_q, consumer.o)
                     redo.mark(round_, failed, consumer.lane)
             store(consumer, at)
         step += 1

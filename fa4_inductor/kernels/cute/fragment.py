@@ -29,6 +29,11 @@ def column_of(i: int) -> int:
     return 8 * (i >> 2) + (i & 1)
 
 
+def columns_before(offset: Int32) -> Int32:
+    """How many of the thread's columns lie less than `offset` right of its first one; offset >= 0."""
+    return 2 * (offset >> 3) + ops.imin(offset & 7, 2)
+
+
 def thread_row(lane_in_warpgroup: Int32) -> Int32:
     """Row of the thread's first row inside the 64-row slab; the other is 8 further down."""
     return (lane_in_warpgroup // 32) * 16 + (lane_in_warpgroup % 32) // 4

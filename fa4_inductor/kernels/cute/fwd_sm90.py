@@ -104,6 +104,7 @@ class FwdSm90:
         self.threads = 128 * (config.num_consumers + 1)
         # fp16 P has 5 exponent bits, too few for a shift far from the maximum
         self.optimistic = config.optimistic_max and dtype is cutlass.BFloat16
+        self.bounded = self.optimistic and self.program.bounded
 
     def tiled_mma(self) -> tuple:
         """wgmma of one warpgroup for Q K^T (both from shared memory) and for P V (P from registers)."""
@@ -251,7 +252,7 @@ class FwdSm90:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.utils.SmemAllocator().allocate(self.storage(self.layouts()))
         bars = Barriers(storage, config.num_stages)
-        redo = RedoList(storage, self.optimistic)
+        redo = RedoList(storage, self.optimistic and not self.bounded)
         if warp == 0:
             redo.clear()
             with cute.arch.elect_one():
@@ -263,7 +264,7 @@ class FwdSm90:
         ctx = ProgramContext(aux, sizes, seqlen_q, seqlen_k, softmax_scale)
         cta, _, _ = cute.arch.block_idx()
         width, _, _ = cute.arch.grid_dim()
-        order = TileOrder(num_m, num_heads, num_bh, section, cta, width)
+        order = TileOrder(num_m, num_heads, num_bh, section, cta, width, self.group, self.program.batch_inner)
         consumer_registers, producer_registers = _REGISTERS[config.num_consumers]
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)

@@ -6,6 +6,9 @@ from cutlass import Boolean, Float32, Int32
 
 from fa4_inductor.kernels.cute.static import TraceObject
 
+MAX_BOUND_LOG2 = 80.0
+"""Scores within it need no shift at all: 2**80 leaves room for sums of 2**40 of them in fp32 and bf16."""
+
 
 class ProgramContext(TraceObject):
     """What every program function gets first: run-time inputs beside q, k and v.
@@ -32,17 +35,27 @@ class Program(TraceObject):
 
     `uniform`, `row` and `column` may be missing (no such values); `kv_range` and `kv_full` may be missing for a program
     that is not MASKED; `score` for a PLAIN one; `sink` without HAS_SINK.
+    `kv_interval` (optional): kv_interval(ctx, b, h, q_idx, u, r) -> (lo, hi): keep is that the key lies in [lo, hi) of
+    the row and, where the module has `keep`, that `keep` holds as well.
     `keep_column` (optional): keep_column(ctx, b, h, kv_idx, u, c) -> Boolean is a factor of keep that knows only the
     key; kv_full then speaks of the other factors alone, and full tiles test their columns instead of every element.
     `row_range`, `row_full` (optional): kv_range and kv_full of one row, where a bound loaded by row makes them tighter.
     RAW_SCORE (optional, False): `score` receives q.k without the scale and multiplies by ctx.softmax_scale itself, so
     that it can fold the scale into its own constants (once, in `uniform`).
     `shifted_score` (optional): shifted_score(ctx, s, ..., c, shift) is score + shift in fewer instructions.
+    `shared_score`, `row_score` (optional, instead): score + shift == shared_score(ctx, s, ..., c, shift, kv_first,
+    offset) + row_score(ctx, b, h, q_idx, u, r), for a shift that a thread's rows share; kv_idx == kv_first + offset,
+    the first equal for all columns of a thread, the second a Python float.
+    FILLS (optional, False): scores may be as large as finfo.min, with which additive masks fill.
+    SPECIAL_FUNCTIONS (optional, 0): operations of the special function unit that a score takes.
     UNIT_STRIDE (optional): slots of the aux tensors whose innermost stride is 1.
     TILE_MAP (optional): slot of the map that lists the key tiles to visit, for tiles of the kernel's size.
     DENSE (optional): slots of the aux tensors that come as tiles [q_idx, kv_idx] through shared memory; `dense_index`
-    gives the indices before these two for each, and score, shifted_score and keep get their elements as a last
+    gives the indices before these two for each, and score, shifted_score and keep get their elements as one more
     argument, a tuple.
+    BATCH_INNER (optional, False): the batch shares these tiles.
+    TABLES (optional): slots of the aux tensors that are tables over the distance (lowering.hoist); `table_index` gives
+    the first two indices of each, and the same functions get their entries as a last argument, a tuple.
     """
 
     def __init__(self, module: ModuleType):
@@ -54,9 +67,19 @@ class Program(TraceObject):
         self.may_be_empty: bool = module.MAY_BE_EMPTY
         self.raw_score: bool = getattr(module, "RAW_SCORE", False)
         self.dense: tuple[int, ...] = getattr(module, "DENSE", ())
+        self.batch_inner: bool = getattr(module, "BATCH_INNER", False)
+        self.tables: tuple[int, ...] = getattr(module, "TABLES", ())
         self.unit_stride: tuple[int, ...] = getattr(module, "UNIT_STRIDE", ())
         self.tile_map: int | None = getattr(module, "TILE_MAP", None)
-        self.has_shifted_score = hasattr(module, "shifted_score")
+        bound = module.BOUND_LOG2
+        self.bounded: bool = bound is not None and not self.plain and bound <= MAX_BOUND_LOG2
+        self.special_functions: int = getattr(module, "SPECIAL_FUNCTIONS", 0)
+        self.shares_shift = hasattr(module, "shared_score")
+        self.has_shifted_score = self.shares_shift or hasattr(module, "shifted_score")
+        # scores may be as large as the fills of an additive mask
+        self.may_fill: bool = bool(self.dense) or getattr(module, "FILLS", False)
+        self.has_interval = hasattr(module, "kv_interval")
+        self.has_keep = hasattr(module, "keep")
 
     @property
     def needs_v_mean(self) -> bool:
@@ -76,22 +99,44 @@ class Program(TraceObject):
         return () if fn is None else fn(ctx, b, h, kv_idx, u)
 
     def score(
-        self, ctx: ProgramContext, s: Float32, b, h, q_idx, kv_idx, u, r, c, d: tuple = (), shift=None
+        self, ctx: ProgramContext, s: Float32, b, h, q_idx, kv_idx, u, r, c, d: tuple = (), t: tuple = ()
     ) -> Float32:
-        """Score in log2 units of the raw product s, plus `shift` where the program has a shifted_score.
+        """Score in log2 units of the raw product s. d: elements of the dense tiles. t: entries of the tables."""
+        return Float32(self.module.score(ctx, self._product(ctx, s), b, h, q_idx, kv_idx, u, r, c, *self._tiles(d, t)))
 
-        d: elements of the dense tiles.
-        """
-        if not self.raw_score:
-            s = s * ctx.softmax_scale
-        arguments = (ctx, s, b, h, q_idx, kv_idx, u, r, c)
-        tail = (d,) if self.dense else ()
-        if shift is not None:
-            return Float32(self.module.shifted_score(*arguments, shift, *tail))
-        return Float32(self.module.score(*arguments, *tail))
+    def shifted_score(
+        self, ctx: ProgramContext, s, b, h, q_idx, kv_first, offset: int, u, r, c, shift, d: tuple, t: tuple
+    ) -> Float32:
+        """score + shift, less row_score where rows share the shift, for kv_idx = kv_first + offset."""
+        arguments = (ctx, self._product(ctx, s), b, h, q_idx, kv_first + offset, u, r, c, shift)
+        if self.shares_shift:
+            return Float32(self.module.shared_score(*arguments, kv_first, float(offset), *self._tiles(d, t)))
+        return Float32(self.module.shifted_score(*arguments, *self._tiles(d, t)))
 
-    def keep(self, ctx: ProgramContext, b, h, q_idx, kv_idx, u, r, c, d: tuple = ()) -> Boolean:
-        return Boolean(self.module.keep(ctx, b, h, q_idx, kv_idx, u, r, c, *((d,) if self.dense else ())))
+    def _product(self, ctx: ProgramContext, s: Float32) -> Float32:
+        return s if self.raw_score else s * ctx.softmax_scale
+
+    def _tiles(self, d: tuple, t: tuple) -> tuple:
+        return ((d,) if self.dense else ()) + ((t,) if self.tables else ())
+
+    def row_score(self, ctx: ProgramContext, b, h, q_idx, u, r) -> Float32:
+        return Float32(self.module.row_score(ctx, b, h, q_idx, u, r))
+
+    def keep(self, ctx: ProgramContext, b, h, q_idx, kv_idx, u, r, c, d: tuple = (), t: tuple = ()) -> Boolean:
+        """Whether the key takes part: `kv_interval` and `keep_rest` together."""
+        kept = self.keep_rest(ctx, b, h, q_idx, kv_idx, u, r, c, d, t) if self.has_keep else Boolean(True)
+        if not self.has_interval:
+            return kept
+        lo, hi = self.kv_interval(ctx, b, h, q_idx, u, r)
+        return kept & (kv_idx >= lo) & (kv_idx < hi)
+
+    def keep_rest(self, ctx: ProgramContext, b, h, q_idx, kv_idx, u, r, c, d: tuple = (), t: tuple = ()) -> Boolean:
+        """The part of keep that `kv_interval` does not tell."""
+        return Boolean(self.module.keep(ctx, b, h, q_idx, kv_idx, u, r, c, *self._tiles(d, t)))
+
+    def kv_interval(self, ctx: ProgramContext, b, h, q_idx, u, r) -> tuple[Int32, Int32]:
+        lo, hi = self.module.kv_interval(ctx, b, h, q_idx, u, r)
+        return Int32(lo), Int32(hi)
 
     @property
     def has_keep_column(self) -> bool:
@@ -116,6 +161,10 @@ class Program(TraceObject):
     def dense_index(self, ctx: ProgramContext, b: Int32, h: Int32) -> tuple:
         """Per dense tile, the indices before [q_idx, kv_idx]."""
         return self.module.dense_index(ctx, b, h) if self.dense else ()
+
+    def table_index(self, ctx: ProgramContext, b: Int32, h: Int32) -> tuple:
+        """Per table, its first two indices."""
+        return self.module.table_index(ctx, b, h) if self.tables else ()
 
     def sink(self, ctx: ProgramContext, b, h, q_idx) -> Float32:
         return Float32(self.module.sink(ctx, b, h, q_idx))

@@ -1,10 +1,9 @@
 """Tiles that must be computed again because their fixed softmax shift did not hold.
 
-In full tiles the shift of a row stays what the masked tiles left (at least one tile is treated as masked), so the
-softmax needs no maximum and O no rescale. Softmax is shift invariant: with 8 exponent bits in P and in the sums, any
-shift is exact to rounding as long as the row sum stays within [2^-2, 2^90] and O below 2^100. That is verified when the
-tile ends.
-A tile that fails is marked here, and after the CTA's last tile every marked one runs again with a running maximum.
+After the key tile visited first a row keeps the shift it has, so the softmax needs no maximum and O no rescale.
+Softmax is shift invariant: with 8 exponent bits in P and in the sums, any shift is exact to rounding as long as the row
+sum stays within [2^-60, 2^90] and O below 2^100. That is verified when the query tile ends. A tile that fails
+is marked here, and after the CTA's last tile every marked one runs again with a running maximum.
 """
 
 import cutlass.cute as cute
@@ -17,7 +16,7 @@ from fa4_inductor.kernels.cute.static import TraceObject
 REDO_WORDS = 32  # the last word says whether any tile is marked
 MAX_ROUNDS = 32 * (REDO_WORDS - 1)
 _ANY = REDO_WORDS - 1
-_SUM_LOW, _SUM_HIGH, _O_HIGH = 2.0**-2, 2.0**90, 2.0**100
+_SUM_LOW, _SUM_HIGH, _O_HIGH = 2.0**-60, 2.0**90, 2.0**100
 
 
 class RedoList(TraceObject):
@@ -54,11 +53,13 @@ class RedoList(TraceObject):
                 cute.arch.atomic_or(self.words.iterator + _ANY, Int32(1))
 
 
-def shift_failed(row_sums: list, shifts: list | None, q_rows: tuple, seqlen_q: Int32, acc_o: cute.Tensor) -> Boolean:
+def shift_failed(
+    row_sums: list, shifts: list, own_arithmetic: bool, q_rows: tuple, seqlen_q: Int32, acc_o: cute.Tensor
+) -> Boolean:
     """Whether a row's sum or O left the range in which the fixed shift is exact; NaN counts as failed.
 
-    So does a shift that is a fill (finfo.min, -1e9): full tiles do not round such scores as masked ones do.
-    shifts: None where full tiles have no arithmetic of their own.
+    So does a shift that is a fill (finfo.min, -1e9), where tiles with a fixed shift have arithmetic of their own: they
+    do not round such scores as the others do. A row without a shift has kept no key.
     """
     o = fragment.flat(acc_o)
     largest = [Float32(0.0) for _ in range(fragment.ROWS)]
@@ -68,7 +69,8 @@ def shift_failed(row_sums: list, shifts: list | None, q_rows: tuple, seqlen_q: I
     failed = Boolean(False)
     for r in range(fragment.ROWS):
         held = (row_sums[r] >= _SUM_LOW) & (row_sums[r] <= _SUM_HIGH) & (largest[r] <= _O_HIGH)
-        if shifts is not None:
-            held = held & ((shifts[r] > LOWEST_SHIFT) | (shifts[r] == -Float32.inf))
+        if own_arithmetic:
+            held = held & (shifts[r] > LOWEST_SHIFT)
+        held = held | ((shifts[r] == -Float32.inf) & (row_sums[r] == 0.0))
         failed = failed | ((held == False) & (q_rows[r] < seqlen_q))  # noqa: E712
     return failed

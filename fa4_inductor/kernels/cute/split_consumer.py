@@ -88,7 +88,7 @@ class SplitConsumer(Consumer):
         self.softmax.reset(Boolean(False))
         self.o.fill(0.0)
         if keys.count > 0:
-            self.tile(at, keys, Int32(0), Int32(0))
+            self.tile(at, keys, Boolean(False), Int32(0), Int32(0))
         self.softmax.reduce_sums()
 
     def partial(self) -> list[tuple[Float32, Float32]]:

@@ -52,7 +52,7 @@ class SplitSm90:
         size = dtype.width // 8
         self.k_bytes = config.tile_n * self.tile_d * size
         self.v_bytes = config.tile_n * self.tile_dv * size
-        self.optimistic = False
+        self.optimistic = self.bounded = False
 
     def tiled_mma(self) -> tuple:
         """wgmma for Q K^T and P V."""

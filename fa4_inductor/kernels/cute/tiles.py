@@ -23,15 +23,27 @@ class TileOrder(TraceObject):
     a whole pair.
 
     (b, h) are cut into sections whose K and V fit in L2 together; a section is finished before the next one starts.
+    They are counted head by head of one batch entry, or batch entry by batch entry of one key head, so that what the
+    batch shares is read while it is in L2.
 
     Args:
         num_m: query tiles per (b, h). num_heads: of q. num_bh: batch * num_heads. section: (b, h) per section.
-        cta, width: this CTA and the number of CTAs.
+        cta, width: this CTA and the number of CTAs. group: query heads per key head. batch_inner: the second order.
     """
 
-    def __init__(self, num_m: Int32, num_heads: Int32, num_bh: Int32, section: Int32, cta: Int32, width: Int32):
+    def __init__(
+        self,
+        num_m: Int32,
+        num_heads: Int32,
+        num_bh: Int32,
+        section: Int32,
+        cta: Int32,
+        width: Int32,
+        group: int,
+        batch_inner: bool,
+    ):
         self.num_m, self.num_heads, self.num_bh, self.section = num_m, num_heads, num_bh, section
-        self.cta, self.width = cta, width
+        self.cta, self.width, self.group, self.batch_inner = cta, width, group, batch_inner
         self.num_pairs = (num_m + 1) // 2
         pairs = self.num_pairs * num_bh
         pair_rounds = ops.imax(pairs // width - 1, 0)
@@ -55,10 +67,18 @@ class TileOrder(TraceObject):
         heads = ops.imax(ops.imin(self.section, self.num_bh - first_bh), 1)
         rank = inside // heads
         bh = first_bh + inside - rank * heads
-        b = bh // self.num_heads
+        b, h = self._batch_and_head(bh)
         long_tile = self.num_m - 1 - rank
         exists = (paired | (position < 2 * self.left)) & ((rank != long_tile) | (is_short == False))  # noqa: E712
-        return exists, ops.select(is_short, rank, long_tile), bh - b * self.num_heads, b
+        return exists, ops.select(is_short, rank, long_tile), h, b
+
+    def _batch_and_head(self, bh: Int32) -> tuple[Int32, Int32]:
+        if not self.batch_inner:
+            b = bh // self.num_heads
+            return b, bh - b * self.num_heads
+        batch, kv = self.num_bh // self.num_heads, bh // self.group
+        kv_head = kv // batch
+        return kv - kv_head * batch, kv_head * self.group + bh - kv * self.group
 
 
 class KeyTiles(TraceObject):

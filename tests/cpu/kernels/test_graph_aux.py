@@ -28,11 +28,11 @@ DOCUMENTS = "(aux0[b, kv_idx] == aux0[b, q_idx]) & (kv_idx <= q_idx)"
 CASES = {  # spec, aux of the prepared spec
     "table": (
         spec_of(f"score + aux0[{BUCKET}, h]", "aux1[b, kv_idx]", "bfloat16[2],bool[2]"),
-        ["bool[2]", "int32[2]", "float32[3]"],
+        ["bool[2]", "int32[2]", "bfloat16[4]"],
     ),
     "padding": (spec_of(keep="(kv_idx <= q_idx) & aux0[b, kv_idx]", aux="bool[2]"), ["bool[2]", "int32[2]"]),
     "mask of one head": (spec_of(keep="aux0[b, 0, kv_idx]", aux="bool[3]"), ["bool[3]", "int32[3]"]),
-    "formula": (spec_of("score + exp(float(-abs(kv_idx - q_idx)))"), ["float32[3]"]),
+    "formula": (spec_of("score + exp(float(-abs(kv_idx - q_idx)))"), ["float32[4]"]),
     "documents": (spec_of(keep=DOCUMENTS, aux="int64[2]"), ["int32[2]"]),
     "uniform": (spec_of(keep="kv_idx < aux0[b]", aux="int64[1]"), ["int64[1]"]),
     "nothing": (spec_of("score + aux0[h, q_idx, kv_idx]", aux="float32[3]"), ["float32[3]"]),

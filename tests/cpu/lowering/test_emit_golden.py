@@ -9,8 +9,9 @@ import pytest
 from emit_cases import spec_of
 
 from fa4_inductor.analysis import facts
-from fa4_inductor.lowering.aux_layout import dense_loads, streamed_slots
+from fa4_inductor.lowering.aux_layout import dense_loads, streamed_slots, table_loads
 from fa4_inductor.lowering.emit_program import emit_program, emit_tile_test
+from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.lowering.tile_map import with_tile_map
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "emit"
@@ -33,7 +34,7 @@ PROGRAMS = {
 REGULAR = {
     "regular_padding": PROGRAMS["padding"],
     "regular_dense_bias": PROGRAMS["dense_bias"],
-    "regular_distance_table": PROGRAMS["distance_table"],
+    "regular_distance_table": prepare(PROGRAMS["distance_table"]).spec,
     "regular_evoformer": spec_of(
         "score + aux0[b, 0, kv_idx] + aux1[b // size0, h, q_idx, kv_idx]", aux="bfloat16[3],bfloat16[4]", sizes=1
     ),
@@ -48,7 +49,11 @@ ALL = PROGRAMS | REGULAR | MAPPED | TESTS
 @pytest.mark.parametrize("name", ALL)
 def test_text(name):
     spec, path = ALL[name], GOLDEN / f"{name}.py.txt"
-    layout = {"dense": dense_loads(spec), "unit_stride": streamed_slots(spec)} if name in REGULAR else {}
+    layout = (
+        {"dense": dense_loads(spec), "tables": table_loads(spec), "unit_stride": streamed_slots(spec)}
+        if name in REGULAR
+        else {}
+    )
     if name in TESTS:
         text = emit_tile_test(spec, facts(spec), unit_stride=streamed_slots(spec))
     else:

@@ -15,9 +15,13 @@ from random_exprs import AUX, B, H, aux_tensors, keeps
 
 from fa4_inductor.analysis import facts
 from fa4_inductor.errors import ProgramError
+from fa4_inductor.kernels.graph_aux import eager_aux
 from fa4_inductor.kernels.reference import attention_reference
+from fa4_inductor.lowering.aux_layout import table_loads
 from fa4_inductor.lowering.emit_expr import LOG2_E
 from fa4_inductor.lowering.emit_program import emit_program, write_program
+from fa4_inductor.lowering.hoist import PADDING
+from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.spec import AttentionSpec, EmptyRow
 from fa4_inductor.spec.interpret import Env, evaluate, grid
 
@@ -83,10 +87,30 @@ def program_values(spec, aux, sizes, score, *, beyond=0, **options):
     r = module.row(ctx, b, h, q, u) if hasattr(module, "row") else ()
     c = module.column(ctx, b, h, kv, u) if hasattr(module, "column") else ()
     value = score * LOG2_E if module.PLAIN else module.score(ctx, score / spec.softmax_scale, b, h, q, kv, u, r, c)
-    keep = _tensor(module.keep(ctx, b, h, q, kv, u, r, c) if module.MASKED else True)
+    keep = _tensor(module.keep(ctx, b, h, q, kv, u, r, c) if hasattr(module, "keep") else True)
+    if hasattr(module, "kv_interval"):
+        lo, hi = module.kv_interval(ctx, b, h, q, u, r)
+        keep = keep & (kv >= lo) & (kv < hi)
+    assert module.MASKED or bool(keep.all())
+    _check_shifted(module, ctx, (score / spec.softmax_scale, b, h, q, kv, u, r, c), value)
     if hasattr(module, "keep_column"):
         assert not (keep & ~_tensor(module.keep_column(ctx, b, h, kv, u, c))).any()
     return value, keep, module.sink(ctx, b, h, q) if module.HAS_SINK else None
+
+
+def _check_shifted(module, ctx, arguments, value):
+    """The forms of the score that add a shift add nothing else."""
+    shift = 0.75
+    if hasattr(module, "shared_score"):
+        _, b, h, q, kv, u, r, _ = arguments
+        first = _tensor(kv) - 3
+        shifted = module.shared_score(ctx, *arguments, shift, first, 3.0) + module.row_score(ctx, b, h, q, u, r)
+    elif hasattr(module, "shifted_score"):
+        shifted = module.shifted_score(ctx, *arguments, shift)
+    else:
+        return
+    both = torch.broadcast_tensors(_tensor(shifted).double(), _tensor(value + shift).double())
+    torch.testing.assert_close(*both, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def interpreted(e, spec, aux, sizes, score):
@@ -249,3 +273,21 @@ def test_reference_agrees_with_a_program_driven_softmax():
     p = torch.exp2(value.masked_fill(~keep, -torch.inf) - value.amax(-1, keepdim=True))
     want, _ = attention_reference(q, k, v, [slopes], spec)
     torch.testing.assert_close(((p / p.sum(-1, keepdim=True)) @ v.double()).float(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_table_is_read_by_the_kernel():
+    spec = spec_of("score + aux0[kv_idx - q_idx + 4, h] * 0.5", "kv_idx <= q_idx", aux="float32[2]")
+    prepared = prepare(spec)
+    aux = eager_aux(prepared, torch.zeros(B, H, SQ, 8), torch.zeros(B, H, SK, 8), tensors_for(spec))
+    module = execute(emit_program(prepared.spec, facts(prepared.spec), tables=table_loads(prepared.spec)))
+    names = grid(B, H, SQ, SK)
+    b, h, q, kv = (names[n] for n in ("b", "h", "q_idx", "kv_idx"))
+    score, r = torch.randn(B, H, SQ, SK, dtype=torch.float64), module.row(context((), ()), b, h, q, ())
+    ((lead_b, lead_h),) = module.table_index(context((), ()), b, h)
+    entries = aux[0][lead_b, lead_h, kv - q + SQ - 1 + PADDING, 0]
+    assert module.TABLES == (0,) and not hasattr(module, "uniform")
+    where = (context((), ()), score, b, h, q, kv, (), r, ())
+    want = interpreted(spec.score, spec, tensors_for(spec), [], score).double() * LOG2_E
+    torch.testing.assert_close(module.score(*where, (entries,)), want, rtol=1e-6, atol=1e-6)
+    shared = module.shared_score(*where, 0.5, kv, 0.0, (entries,)) + module.row_score(*where[:1], b, h, q, (), r)
+    torch.testing.assert_close(shared, want + 0.5, rtol=1e-6, atol=1e-6)
