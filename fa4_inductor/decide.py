@@ -184,9 +184,13 @@ def build_kernels(decisions: Sequence[Decision], settings: Settings) -> list[Dec
                 results[index] = _without_kernel(site, outcome, error, settings)
     gpus = {key: _gpu_of(decisions[index][0], settings) for index, key in keys.items()}
     wanted = {key: tuning.keys_to_build(key, settings, gpu) for key, gpu in gpus.items()}
-    errors = workers.build_all([key for group in wanted.values() for key in group], settings) if keys else {}
+    backward_keys = {i: _backward_key_of(decisions[i][0], settings) for i in keys if _trains(decisions[i][0])}
+    to_build = [key for group in wanted.values() for key in group] + list(backward_keys.values())
+    errors = workers.build_all(to_build, settings) if keys else {}
     for index, key in keys.items():
         failure = errors[wanted[key][0]]
+        if failure is None and index in backward_keys:
+            failure = errors[backward_keys[index]]
         if failure is not None:
             site, outcome = decisions[index]
             assert isinstance(site, AttentionMatch)
@@ -231,7 +235,22 @@ def _key_of(match: AttentionMatch, settings: Settings) -> CompileKey:
     target = _target(q, settings, explaining=False)
     program = prepare(match.spec).spec.text
     dims = (int(q.shape[3]), int(v.shape[3]), _group(q, k))
-    return compiler.forward_key(program, q.dtype, *dims, match.lse is not None, target, **_first_launch(match, target))
+    need_lse = match.lse is not None or trains(match)
+    return compiler.forward_key(program, q.dtype, *dims, need_lse, target, **_first_launch(match, target))
+
+
+def _trains(site: Site) -> bool:
+    return isinstance(site, AttentionMatch) and trains(site)
+
+
+def _backward_key_of(site: Site, settings: Settings) -> CompileKey:
+    """The key of the backward kernel, for head dims that `lowering.support` has accepted."""
+    assert isinstance(site, AttentionMatch)
+    q, k, v = operand_values(site)
+    dims, grad_lse = (int(q.shape[3]), int(v.shape[3]), _group(q, k)), site.lse is not None
+    program, target = prepare(site.spec).spec.text, _target(q, settings, explaining=False)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return compiler.backward_key(program, q.dtype, *dims, grad_lse, target, deterministic=deterministic)
 
 
 def _first_launch(match: AttentionMatch, target: Target) -> dict[str, Any]:

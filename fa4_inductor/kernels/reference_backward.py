@@ -12,6 +12,8 @@ from fa4_inductor.lowering.derive import score_derivative
 from fa4_inductor.spec import AttentionSpec, EmptyRow
 from fa4_inductor.spec.interpret import Env
 
+LOWEST_LSE = -(2.0**20)
+"""An LSE below this is taken for a sum of fills (finfo.min and its like)."""
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -53,11 +55,10 @@ def backward_reference(
         names = names_of(q, seqlen_k, sizes, h, rows)
         names["score"] = queries @ keys.transpose(-1, -2) * spec.softmax_scale
         env, shape = Env(names, aux), tuple(names["score"].shape)
-        p = torch.exp(full(spec.score, env, shape, dtype) - lse[:, h, rows, None].to(dtype))
-        kept = full(spec.keep, env, shape, torch.bool) & (p != 0) & (lse[:, h, rows, None] != -torch.inf)
+        p, kept = _probabilities(spec, env, shape, lse[:, h, rows, None].to(dtype))
         ds = p * (grads @ values.transpose(-1, -2) - delta[:, h, rows, None])
         ds = ds * full(score_derivative(spec.score), env, shape, dtype) * spec.softmax_scale
-        p, ds = (t.masked_fill(~kept, 0.0) for t in (p, ds))
+        ds = ds.masked_fill(~kept, 0.0)
         dq[:, h, rows] = ds @ keys
         for i, kv_head in enumerate(kv_heads.tolist()):
             dk[:, kv_head] += ds[:, i].transpose(-1, -2) @ queries[:, i]
@@ -66,6 +67,18 @@ def backward_reference(
         dv += of_mean_rows(grad_out, lse, k.shape[1], dtype) / seqlen_k
     dk, dv = (t if t.shape[0] == like.shape[0] else t.sum(0, keepdim=True) for t, like in ((dk, k), (dv, v)))
     return bshd(dq, q.dtype), bshd(dk, k.dtype), bshd(dv, v.dtype)
+
+
+def _probabilities(
+    spec: AttentionSpec, env: Env, shape: tuple[int, ...], lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """P (B, H, Sq, Sk), and where it is not 0, from the LSE (B, H, Sq, 1)."""
+    p = torch.exp(full(spec.score, env, shape, lse.dtype) - lse)
+    kept = full(spec.keep, env, shape, torch.bool) & (p != 0) & (lse != -torch.inf)
+    p = p.masked_fill(~kept, 0.0)
+    if spec.sink is None:  # an LSE of nothing but fills has no bits left for the number of keys
+        p = torch.where((lse < LOWEST_LSE) & (lse != -torch.inf), p / p.sum(-1, keepdim=True), p)
+    return p, kept
 
 
 def of_mean_rows(grad_out: torch.Tensor, lse: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:

@@ -18,6 +18,8 @@ from fa4_inductor.analysis.facts import AttentionFacts
 from fa4_inductor.analysis.intervals import largest, smallest
 from fa4_inductor.analysis.parts import Stage, drop_row_constants, stage
 from fa4_inductor.analysis.tile_test import tile_test
+from fa4_inductor.analysis.transposed import query_ranges
+from fa4_inductor.lowering.derive import score_derivative
 from fa4_inductor.lowering.emit_expr import LOG2_E, Writer, bare, clamp_loads, exact_nodes, group_by_stage
 from fa4_inductor.lowering.log2_score import SHIFT, log2_score, scaled, shared_score
 from fa4_inductor.spec.attention import AttentionSpec
@@ -32,11 +34,14 @@ _ARGUMENTS = {
     "shifted_score": "ctx, s, b, h, q_idx, kv_idx, u, r, c, shift",
     "shared_score": "ctx, s, b, h, q_idx, kv_idx, u, r, c, shift, kv_first, offset",
     "row_score": "ctx, b, h, q_idx, u, r",
+    "score_grad": "ctx, s, b, h, q_idx, kv_idx, u, r, c",
     "keep": "ctx, b, h, q_idx, kv_idx, u, r, c",
     "kv_interval": "ctx, b, h, q_idx, u, r",
     "keep_column": "ctx, b, h, kv_idx, u, c",
     "kv_range": "ctx, b, h, q_lo, q_hi",
     "kv_full": "ctx, b, h, q_lo, q_hi",
+    "q_range": "ctx, b, h, kv_lo, kv_hi",
+    "q_full": "ctx, b, h, kv_lo, kv_hi",
     "row_range": "ctx, b, h, q_idx",
     "row_full": "ctx, b, h, q_idx",
     "sink": "ctx, b, h, q_idx",
@@ -81,6 +86,7 @@ class _Roots:
     shared: tuple[Expr, Expr] | None = None
     unit_stride: tuple[int, ...] = ()
     tile_map: int | None = None
+    grad: Expr | None = None
     exact: frozenset[Expr] = field(default_factory=frozenset)
 
     @property
@@ -104,6 +110,7 @@ def emit_program(
     tables: tuple[Expr, ...] = (),
     unit_stride: tuple[int, ...] = (),
     use_tile_map: bool = False,
+    gradient: bool = False,
 ) -> str:
     """Module text for `spec`; equal arguments give equal text.
 
@@ -112,6 +119,8 @@ def emit_program(
         tables: loads from distance tables, in whose layout the kernel may trust.
         unit_stride: aux slots of tensors with an innermost stride of 1.
         use_tile_map: read the spec's tile map, whose tiles are those of the kernel.
+        gradient: for a backward kernel: with `score_grad` unless it is 1, and with q_range and q_full instead of
+            kv_range and kv_full.
         need_lse: keep the terms that shift the LSE without changing the output.
         fast_math: logits through the special function unit, with tanh good to 2^-11 (relative); False computes tanh,
             exp, log and divisions exactly, at several times their cost.
@@ -122,8 +131,10 @@ def emit_program(
     text = spec.text
     spec, tables = _with_table_tiles(spec, tables)
     slot = spec.tile_map.slot if use_tile_map and spec.tile_map is not None else None
-    roots = _roots(spec, facts, need_lse, fast_math, dense, tables, columns_apart=slot is None)
+    roots = _roots(spec, facts, need_lse, fast_math, dense, tables, columns_apart=slot is None and not gradient)
     roots = dataclasses.replace(roots, unit_stride=unit_stride, tile_map=slot)
+    if gradient:
+        roots = _with_gradient(roots, spec, fast_math)
     parts = [f'"""{text}"""\n\n{_HEADER}', _flags(spec, facts, roots)]
     stages, given = _staged(spec, roots)
     parts += stages
@@ -135,6 +146,8 @@ def emit_program(
         parts.append(_function("row_score", [row], spec, roots, given))
     elif roots.shifted is not None:
         parts.append(_function("shifted_score", [roots.shifted], spec, roots, given | {SHIFT: "shift"}))
+    if roots.grad is not None:
+        parts.append(_function("score_grad", [roots.grad], spec, roots, given))
     if facts.keep is not TRUE:
         if roots.interval is not None:
             parts.append(_function("kv_interval", list(roots.interval), spec, roots, given))
@@ -142,8 +155,9 @@ def emit_program(
             parts.append(_function("keep", [roots.keep], spec, roots, given))
         if roots.column is not TRUE:
             parts.append(_function("keep_column", [roots.column], spec, roots, given))
-        parts.append(_function("kv_range", list(roots.kv_range), spec, roots, {}))
-        parts.append(_function("kv_full", list(roots.kv_full), spec, roots, {}))
+        tiles = ("q_range", "q_full") if gradient else ("kv_range", "kv_full")
+        parts.append(_function(tiles[0], list(roots.kv_range), spec, roots, {}))
+        parts.append(_function(tiles[1], list(roots.kv_full), spec, roots, {}))
         for name, bounds in (("row_range", roots.row_range), ("row_full", roots.row_full)):
             if bounds:
                 parts.append(_function(name, list(bounds), spec, roots, {}))
@@ -251,6 +265,19 @@ def _row_interval(facts: AttentionFacts) -> tuple[Expr, Expr] | None:
     return _prepared(lo), _prepared(hi if condition is TRUE else call("where", condition, hi, 0))
 
 
+def _with_gradient(roots: _Roots, spec: AttentionSpec, fast_math: bool) -> _Roots:
+    """`roots` with the derivative of the score, and bounds on the queries in the place of those on the keys."""
+    derivative = score_derivative(spec.score)
+    grad = None
+    if derivative is not const(1.0):
+        grad = _prepared(_of_raw_product(derivative, spec.softmax_scale))
+    outside, inside = ((_prepared(lo), _prepared(hi)) for lo, hi in query_ranges(spec.keep))
+    logits = [e for e in (grad,) if e is not None]
+    bounds = [*outside, *inside]
+    exact = exact_nodes(logits, bounds if fast_math else [*bounds, *logits])
+    return dataclasses.replace(roots, grad=grad, kv_range=outside, kv_full=inside, exact=roots.exact | exact)
+
+
 def _of_raw_product(e: Expr, softmax_scale: float) -> Expr:
     """`e` with `score` standing for q . k: the scale then folds into the program's other constants."""
     return substitute(e, {score(): score() * softmax_scale})
@@ -304,7 +331,8 @@ def _literal(value: object) -> str:
 
 def _staged(spec: AttentionSpec, roots: _Roots) -> tuple[list[str], dict[Expr, str]]:
     """The functions `uniform`, `row`, `column` that are needed, and where later stages find their values."""
-    per_element = [r for r in (roots.score, *(roots.interval or ()), roots.keep, roots.column) if r.args]
+    rest = [r for r in (roots.keep, roots.column, roots.grad) if r is not None]
+    per_element = [r for r in (roots.score, *(roots.interval or ()), *rest) if r.args]
     exported = _exported(per_element, roots.tiles)
     functions: list[str] = []
     given: dict[Expr, str] = {}

@@ -1,18 +1,38 @@
-"""From the op's gradient to what computes it."""
+"""From the op's gradient to what computes it: the backward kernel, or the reference."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fa4_inductor import log
+from fa4_inductor.errors import KernelUnavailable
+from fa4_inductor.lowering.backward_config import backward_tile_m
 from fa4_inductor.runtime.launch import spec_of
-
-IMPLEMENTATIONS = ("reference",)
-"""Those of `fa4_inductor::attention` that have a backward."""
+from fa4_inductor.runtime.operands import aligned, kernel_aux
+from fa4_inductor.settings import Settings
+from fa4_inductor.spec import AttentionSpec
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """What the forward got and gave."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    aux: Sequence[Tensor]
+    program: str
+    sizes: Sequence[int]
 
 
 def backward(
@@ -38,21 +58,111 @@ def backward(
 
     Raises:
         ValueError: for an implementation without a backward.
+        KernelUnavailable: in strict mode, when the kernel cannot be built or launched.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} has no backward: known are {', '.join(IMPLEMENTATIONS)}")
-    return _by_reference(grad_out, grad_lse, q, k, v, out, lse, aux, program, sizes)
+    run = _RUN.get(implementation)
+    if run is None:
+        raise ValueError(f"implementation {implementation!r} has no backward: known are {', '.join(_RUN)}")
+    return run(_Forward(q, k, v, out, lse, aux, program, sizes), grad_out, grad_lse)
 
 
-def _by_reference(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    aux: Sequence[Tensor], program: str, sizes: Sequence[int],
-) -> Gradients:  # fmt: skip
+def _by_reference(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     from fa4_inductor.kernels.reference import attention_reference
     from fa4_inductor.kernels.reference_backward import backward_reference
 
-    spec, aux = spec_of(program), [t.to(q.device) for t in aux]
+    q, k, v, out, lse = forward.q, forward.k, forward.v, forward.out, forward.lse
+    spec, aux, sizes = spec_of(forward.program), [t.to(q.device) for t in forward.aux], tuple(forward.sizes)
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     if dtype is torch.float64:  # the op's LSE has too few bits
         lse = attention_reference(q, k, v, aux, spec, sizes, need_lse=True, dtype=dtype)[1]
-    return backward_reference(grad_out, grad_lse, q, k, v, out, lse, aux, spec, tuple(sizes), dtype=dtype)
+    return backward_reference(grad_out, grad_lse, q, k, v, out, lse, aux, spec, sizes, dtype=dtype)
+
+
+def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
+    q, k, v = forward.q, forward.k, forward.v
+    (batch, heads, seqlen_q, head_dim), head_dim_v = q.shape, v.shape[3]
+    tile_m = backward_tile_m(head_dim, head_dim_v)
+    group = heads // max(k.shape[1], 1)
+    if tile_m is None or not (batch and heads and seqlen_q and k.shape[2]):
+        return _by_reference(forward, grad_out, grad_lse)
+    dtype_dims = (q.dtype, head_dim, head_dim_v, group)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    kernel = _kernel(forward.program, *dtype_dims, grad_lse is not None, q.device, deterministic)
+    if kernel is None:
+        return _by_reference(forward, grad_out, grad_lse)
+    spec = spec_of(forward.program)
+    grads = _empty_like(q, batch), _empty_like(k, batch), _empty_like(v, batch)
+    tiles = batch * heads * -(-seqlen_q // tile_m)
+    stats = q.new_empty((2 * tiles, tile_m), dtype=torch.float32)
+    accumulator = q.new_empty((tiles, tile_m * head_dim), dtype=torch.float32)
+    turns = q.new_empty((tiles, 2), dtype=torch.int32) if deterministic else None
+    bool_aux = any(a.dtype == "bool" for a in spec.aux)
+    aux = kernel_aux(forward.aux, q.device, bool_aux) if forward.aux else None
+    operands = (aligned(t) for t in (q, k, v, forward.out, grad_out))
+    sizes = tuple(forward.sizes) or None
+    with torch.cuda.device(q.device):
+        kernel(*operands, forward.lse, grad_lse, *grads, stats, accumulator, turns, spec.softmax_scale, aux, sizes)
+    dq, dk, dv = grads
+    dv = _with_mean_rows(spec, dv, grad_out, forward.lse)
+    return dq, _summed(dk, k), _summed(dv, v)
+
+
+def _empty_like(t: Tensor, batch: int) -> Tensor:
+    """(batch, H, S, D) with BSHD memory."""
+    _, heads, seqlen, head_dim = t.shape
+    return t.new_empty((batch, seqlen, heads, head_dim)).transpose(1, 2)
+
+
+def _summed(gradient: Tensor, operand: Tensor) -> Tensor:
+    """The gradient of an operand that the whole batch may share."""
+    if gradient.shape[0] == operand.shape[0]:
+        return gradient
+    return gradient.transpose(1, 2).sum(0, keepdim=True).transpose(1, 2)
+
+
+def _with_mean_rows(spec: AttentionSpec, dv: Tensor, grad_out: Tensor, lse: Tensor) -> Tensor:
+    """dv with what rows without keys give it where they get the mean of V."""
+    from fa4_inductor.kernels.reference_backward import of_mean_rows
+    from fa4_inductor.runtime.compile import needs_v_mean
+
+    if not needs_v_mean(spec):
+        return dv
+    return dv.add_(of_mean_rows(grad_out, lse, dv.shape[1], torch.float32) / dv.shape[2])
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(
+    program: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    group: int,
+    grad_lse: bool,
+    device: torch.device,
+    deterministic: bool,
+) -> Callable[..., Any] | None:
+    """The compiled kernel; None, after one warning, when it cannot be had here. Strict mode raises."""
+    from fa4_inductor.runtime import compile as compiler
+    from fa4_inductor.runtime.target import target_for
+
+    settings = Settings.from_env()
+    try:
+        if device.type != "cuda":
+            raise KernelUnavailable(f"CuTe-DSL kernels run on NVIDIA GPUs, not on {device.type}")
+        target = target_for(device)
+        dims = (head_dim, head_dim_v, group)
+        key = compiler.backward_key(program, dtype, *dims, grad_lse, target, deterministic=deterministic)
+        return compiler.get_kernel(key, settings)
+    except KernelUnavailable as error:
+        if settings.strict:
+            raise
+        log.warn_once(str(error), "Gradients of attention are computed in eager torch instead: right, and slow")
+        return None
+
+
+_RUN: dict[str, Callable[[_Forward, Tensor, Tensor | None], Gradients]] = {
+    "cute": _by_kernel,
+    "reference": _by_reference,
+}
+IMPLEMENTATIONS = tuple(_RUN)
+"""Those of `fa4_inductor::attention` that have a backward."""

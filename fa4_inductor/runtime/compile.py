@@ -26,6 +26,7 @@ from fa4_inductor import log
 from fa4_inductor.analysis import facts
 from fa4_inductor.errors import KernelUnavailable
 from fa4_inductor.lowering.aux_layout import dense_bytes, dense_loads, streamed_slots, table_loads
+from fa4_inductor.lowering.backward_config import backward_tile_m
 from fa4_inductor.lowering.config import KernelConfig
 from fa4_inductor.lowering.config_table import select_config
 from fa4_inductor.lowering.emit_program import emit_program, emit_tile_test, write_program
@@ -40,7 +41,7 @@ from fa4_inductor.spec.expr import Expr, const, score
 Kernel = Callable[..., Any]
 NEEDS = "nvidia-cutlass-dsl 4.8 and apache-tvm-ffi"
 _SYMBOL = "fa4_forward"
-_SPLIT, _TILE_MAP = "split", "tile_map"
+_SPLIT, _TILE_MAP, _BACKWARD = "split", "tile_map", "backward"
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # CuTe-DSL keeps the module under construction in process-wide state: two threads compiling at once crash the process.
 _compile_lock = threading.Lock()
@@ -135,6 +136,32 @@ def tile_map_key(program: str, tile_m: int, tile_n: int, target: Target, *, regu
     )
 
 
+def backward_key(
+    program: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    group: int,
+    grad_lse: bool,
+    target: Target,
+    *,
+    deterministic: bool,
+) -> CompileKey:
+    """The key of a backward kernel. grad_lse: the LSE has a gradient, too. deterministic: as in `build_backward`.
+
+    Raises:
+        KernelUnavailable: for a dtype, head_dim or architecture that the kernel does not cover.
+    """
+    if not target.is_hopper:
+        raise KernelUnavailable(f"the CuTe-DSL kernel is written for sm_90a, this is {target.arch} ({target.name})")
+    tile_m = backward_tile_m(head_dim, head_dim_v)
+    if dtype not in _DTYPES or tile_m is None:
+        raise KernelUnavailable(f"the backward kernel has no configuration for {dtype}, {head_dim}, {head_dim_v}")
+    config, sizes = json.dumps({"tile_m": tile_m, "deterministic": deterministic}), (head_dim, head_dim_v, group)
+    arch = (target.arch, target.sm_count)
+    return CompileKey(program, _DTYPES[dtype], *sizes, grad_lse, *arch, config, direction=_BACKWARD)
+
+
 def needs_v_mean(spec: AttentionSpec) -> bool:
     """Whether launches of this program carry the mean of V for rows that keep no key."""
     return spec.sink is None and spec.empty_row is EmptyRow.MEAN and facts(spec).may_be_empty
@@ -186,6 +213,7 @@ def build(key: CompileKey) -> Kernel:
 def _build(key: CompileKey) -> Kernel:
     with _architecture(key.arch):
         from fa4_inductor.kernels.cute.build import build_forward, build_split
+        from fa4_inductor.kernels.cute.bwd_build import build_backward
         from fa4_inductor.kernels.cute.tile_map import build_tile_map
 
         spec = parse_spec(key.program)
@@ -195,7 +223,10 @@ def _build(key: CompileKey) -> Kernel:
         if key.direction == _TILE_MAP:
             return build_tile_map(module, **json.loads(key.config), aux=aux, num_sizes=spec.num_sizes)
         operands = (module, key.dtype, key.head_dim, key.head_dim_v, key.qhead_per_kvhead)
-        options: dict[str, Any] = {"aux": aux, "num_sizes": spec.num_sizes, "need_lse": key.need_lse}
+        options: dict[str, Any] = {"aux": aux, "num_sizes": spec.num_sizes}
+        if key.direction == _BACKWARD:
+            return build_backward(*operands, **options, **json.loads(key.config), grad_lse=key.need_lse)
+        options["need_lse"] = key.need_lse
         if key.direction == _SPLIT:
             return build_split(*operands, **options, config=SplitConfig.parse(key.config))
         return build_forward(*operands, **options, config=KernelConfig.parse(key.config), num_sms=key.num_sms)
@@ -217,6 +248,8 @@ def _program_text(spec: AttentionSpec, key: CompileKey) -> str:
     unit_stride = streamed_slots(spec) if key.regular_aux else ()
     if key.direction == _TILE_MAP:
         return emit_tile_test(spec, facts(spec), unit_stride=unit_stride)
+    if key.direction == _BACKWARD:
+        return emit_program(spec, facts(spec), need_lse=True, gradient=True)
     tiles, of_kernel = spec.tile_map, None
     if key.direction != _SPLIT:
         config = KernelConfig.parse(key.config)

@@ -66,7 +66,8 @@ class CompileKey:
         config: text of the KernelConfig, or of the SplitConfig for "split".
         regular_aux: streamed aux tensors have an innermost stride of 1 (lowering.aux_layout).
         dense_aux: dense loads come by TMA, which their tensors' strides must allow.
-        direction: "forward"; "split": the kernel of few query rows; "tile_map": that which makes the map of a mask.
+        direction: "forward"; "split": the kernel of few query rows; "tile_map": that which makes the map of a mask;
+            "backward" (`need_lse` then says that the LSE has a gradient).
         toolchain: (package, version) pairs that shape machine code.
         sources: fingerprint of our own sources that do.
     """

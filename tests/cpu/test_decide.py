@@ -68,6 +68,36 @@ def test_kernels_are_built_and_their_launches_prepared_ahead(monkeypatch):
     assert [key.head_dim for key in built] == [64, 64] and log.counters()["fused"] == 2
 
 
+def test_the_backward_of_what_trains_is_built_ahead_too(monkeypatch):
+    built = []
+    monkeypatch.setattr(compiler, "_build", lambda key: built.append(key) or print)
+    monkeypatch.setattr(launch, "_launch", lambda plan, q, *rest: (torch.zeros_like(q), torch.zeros(q.shape[:3])))
+    f = torch.compile(two_layers, backend="fa4")
+    assert f(*(t.requires_grad_() for t in qkv())).requires_grad
+    assert sorted((key.direction, key.need_lse) for key in built) == [("backward", False)] * 2 + [("forward", True)] * 2
+    assert log.counters()["fused"] == 2
+
+
+def test_head_dims_that_the_backward_kernel_lacks_train_through_sdpa():
+    site = torch.compile(two_layers, backend="fa4")
+    assert site(*(t.requires_grad_() for t in qkv(96))).requires_grad
+    assert log.counters()["fused"] == 2
+
+
+def test_a_backward_that_cannot_be_built_leaves_the_site_to_sdpa(monkeypatch, caplog):
+    def build(key):
+        if key.direction == "backward":
+            raise RuntimeError("ptxas")
+        return print
+
+    monkeypatch.setattr(compiler, "_build", build)
+    args = [t.requires_grad_() for t in qkv()]
+    with caplog.at_level(logging.WARNING, logger="fa4_inductor"):
+        out = torch.compile(two_layers, backend="fa4")(*args)
+    torch.testing.assert_close(out, two_layers(*args), rtol=0.02, atol=0.02)
+    assert len(caplog.records) == 1 and log.counters()["fused"] == 2
+
+
 BREAKAGES = [
     ImportError("no cutlass"),
     AttributeError("cute has no x"),

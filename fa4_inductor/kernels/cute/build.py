@@ -34,7 +34,7 @@ from fa4_inductor.kernels.cute.split_sm90 import SplitSm90
 
 __all__ = ["build_forward", "build_split", "needs_v_mean"]
 
-_DTYPES: dict[str, Any] = {
+DTYPES: dict[str, Any] = {
     "uint8": cutlass.Uint8,
     "bool": cutlass.Uint8,
     "int32": cutlass.Int32,
@@ -45,7 +45,7 @@ _DTYPES: dict[str, Any] = {
 }
 
 
-def _operand(dtype: Any, head_dim: int) -> Any:
+def operand(dtype: Any, head_dim: int) -> Any:
     """Fake (B, H, S, D) tensor: dynamic sizes and strides, innermost stride 1, 16-byte aligned."""
     width = 128 // dtype.width
     shape = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32(), head_dim)
@@ -74,7 +74,7 @@ def aux_operands(
     aux: tuple[tuple[str, int], ...], unit_stride: tuple[int, ...], dense: tuple[int, ...] = ()
 ) -> tuple | None:
     """Fake aux tensors of these (dtype name, rank). unit_stride, dense: slots, as in `program.Program`."""
-    kinds = [(_DTYPES[name], rank) for name, rank in aux]
+    kinds = [(DTYPES[name], rank) for name, rank in aux]
     return tuple(_aux(t, rank, i in unit_stride, i in dense) for i, (t, rank) in enumerate(kinds)) or None
 
 
@@ -109,8 +109,8 @@ def build_forward(
     Raises:
         ValueError: if the configuration does not fit. Whatever cute.compile raises.
     """
-    aux_types = tuple(_DTYPES[name] for name, _ in aux)
-    fwd = FwdSm90(program, _DTYPES[dtype], head_dim, head_dim_v, group, config, num_sms, aux_types)
+    aux_types = tuple(DTYPES[name] for name, _ in aux)
+    fwd = FwdSm90(program, DTYPES[dtype], head_dim, head_dim_v, group, config, num_sms, aux_types)
     return _compile(fwd, (head_dim, head_dim_v), aux, num_sizes, need_lse, (), options)
 
 
@@ -141,7 +141,7 @@ def build_split(
     Raises:
         ValueError: if the configuration does not fit. Whatever cute.compile raises.
     """
-    fwd = SplitSm90(program, _DTYPES[dtype], head_dim, head_dim_v, group, config)
+    fwd = SplitSm90(program, DTYPES[dtype], head_dim, head_dim_v, group, config)
     workspace = make_fake_tensor(Float32, (cute.sym_int32(),), (1,), assumed_align=16) if config.split else None
     return _compile(fwd, (head_dim, head_dim_v), aux, num_sizes, need_lse, (workspace, Int32(1)), options)
 
@@ -157,7 +157,7 @@ def _compile(
 ) -> Any:
     """cute.compile with fake arguments in the order of this module's docstring, then `more`."""
     d, dv = head_dims
-    q, k, v, out = (_operand(fwd.dtype, size) for size in (d, d, dv, dv))
+    q, k, v, out = (operand(fwd.dtype, size) for size in (d, d, dv, dv))
     return cute.compile(
         fwd,
         q,

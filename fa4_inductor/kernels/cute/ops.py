@@ -184,6 +184,32 @@ def float_to_bits(x: Float32, *, loc=None, ip=None) -> Int32:
     return Int32(arith.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
 
 
+def vector_at(address: Int64, dtype: type, size: int) -> cute.Tensor:
+    """`size` elements of global memory as a tensor, at an address that is a multiple of their size in all."""
+    align = size * dtype.width // 8
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(size))
+
+
+def unpack_floats(pair: Int64) -> tuple[Float32, Float32]:
+    """The two fp32 numbers of a 64-bit word, the lower first."""
+    return bits_to_float(Int32(pair)), bits_to_float(Int32(pair >> 32))
+
+
+@dsl_user_op
+def add_to_memory(address: Int64, values: tuple, *, loc=None, ip=None) -> None:
+    """Add four fp32 numbers to global memory at a 16-byte aligned address, each atomically, by one instruction."""
+    llvm.inline_asm(
+        None,
+        [Int64(address).ir_value(loc=loc, ip=ip), *(Float32(x).ir_value(loc=loc, ip=ip) for x in values)],
+        "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+        "l,f,f,f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
 def unpack_bf16(word: Int32) -> tuple[Float32, Float32]:
     """The two bf16 numbers of a word, one instruction each: a bf16 is the upper half of an fp32."""
     return bits_to_float(word << 16), bits_to_float(word & Int32(-65536))

@@ -49,6 +49,7 @@ class Program(TraceObject):
     FILLS (optional, False): scores may be as large as finfo.min, with which additive masks fill.
     SPECIAL_FUNCTIONS (optional, 0): operations of the special function unit that a score takes.
     UNIT_STRIDE (optional): slots of the aux tensors whose innermost stride is 1.
+    `score_grad` (optional): the derivative of the score, 1 where it is missing; for backward kernels only.
     TILE_MAP (optional): slot of the map that lists the key tiles to visit, for tiles of the kernel's size.
     DENSE (optional): slots of the aux tensors that come as tiles [q_idx, kv_idx] through shared memory; `dense_index`
     gives the indices before these two for each, and score, shifted_score and keep get their elements as one more
@@ -137,6 +138,14 @@ class Program(TraceObject):
     def kv_interval(self, ctx: ProgramContext, b, h, q_idx, u, r) -> tuple[Int32, Int32]:
         lo, hi = self.module.kv_interval(ctx, b, h, q_idx, u, r)
         return Int32(lo), Int32(hi)
+
+    @property
+    def has_score_grad(self) -> bool:
+        return hasattr(self.module, "score_grad")
+
+    def score_grad(self, ctx: ProgramContext, s: Float32, b, h, q_idx, kv_idx, u, r, c) -> Float32:
+        """Derivative of the score with respect to the scaled score, at the raw product s."""
+        return Float32(self.module.score_grad(ctx, self._product(ctx, s), b, h, q_idx, kv_idx, u, r, c))
 
     @property
     def has_keep_column(self) -> bool:

@@ -73,6 +73,19 @@ def test_chunks_of_heads_and_rows(monkeypatch):
     check(SPECS["empty_mean"])
 
 
+def test_rows_of_nothing_but_fills_are_uniform():
+    q, k, v, aux = operands()
+    fill = torch.finfo(torch.float32).min
+    aux_spec = (AuxSpec("float32", 1),)
+    program = AttentionSpec(0.7, score=parse_expr("score + aux0[kv_idx]", aux_spec), aux=aux_spec)
+    grad_out = torch.randn(2, 4, 5, 6)
+    fills = [torch.full((7,), fill)]
+    q, k, v = (t.detach().float() for t in (q, k, v))
+    out, lse = attention_reference(q, k, v, fills, program, need_lse=True)
+    _, _, dv = backward_reference(grad_out, None, q, k, v, out, lse, fills, program)
+    torch.testing.assert_close(dv, grad_out.sum(2, keepdim=True).unflatten(1, (2, 2)).sum(2).expand_as(v) / 7)
+
+
 def test_garbage_behind_a_mask_does_not_reach_q():
     q, k, v, _ = (t.detach() if isinstance(t, torch.Tensor) else t for t in operands())
     aux = [torch.arange(7).expand(2, 7) < 4, torch.zeros(4)]

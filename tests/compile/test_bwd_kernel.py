@@ -1,0 +1,83 @@
+"""The backward kernel compiles for sm_90a without a GPU: no spills, and wgmma that ptxas did not serialise."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import sass
+
+from fa4_inductor.analysis import facts
+from fa4_inductor.kernels.cute.bwd_build import build_backward
+from fa4_inductor.lowering.backward_config import backward_tile_m
+from fa4_inductor.lowering.emit_program import emit_program, write_program
+from fa4_inductor.spec import AttentionSpec, AuxSpec, parse_expr
+
+_AUX = (AuxSpec("bool", 2), AuxSpec("float32", 1))
+SPECS = {
+    "plain": AttentionSpec(0.125),
+    "causal": AttentionSpec(0.125, keep=parse_expr("kv_idx <= q_idx")),
+    "softcap": AttentionSpec(0.125, score=parse_expr("20.0 * tanh(score * 0.05)")),
+    "alibi_padded": AttentionSpec(
+        0.125,
+        score=parse_expr("score + aux1[h] * float(kv_idx)", _AUX),
+        keep=parse_expr("(kv_idx <= q_idx) & aux0[b, kv_idx]", _AUX),
+        aux=_AUX,
+    ),
+}
+pytestmark = pytest.mark.skipif(sass.cuobjdump() is None, reason="needs the cuobjdump of the Triton wheel")
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch):
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+
+
+def kernels(name: str, head_dim: int, folder: Path, **options) -> list[list[tuple[int, str]]]:
+    """The code of the three kernels: before, main, after (in any order)."""
+    spec = SPECS[name]
+    path = write_program(emit_program(spec, facts(spec), need_lse=True, gradient=True), f"bwd_{name}", folder)
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    compiled = build_backward(
+        module, "bfloat16", head_dim, head_dim, 1, aux=tuple((a.dtype, a.ndim) for a in spec.aux),
+        tile_m=backward_tile_m(head_dim, head_dim), options=f"--keep-cubin --dump-dir={folder}", **options,
+    )  # fmt: skip
+    result: list[list[tuple[int, str]]] = []
+    for address, text in sass.disassemble(compiled.artifacts.CUBIN, folder):
+        if address == 0:
+            result.append([])
+        result[-1].append((address, text))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "spills"),
+    [("causal", 128, 0), ("plain", 64, 0), ("softcap", 64, 0), ("softcap", 128, 24), ("alibi_padded", 128, 24)],
+)
+def test_machine_code(name, head_dim, spills, tmp_path):
+    code = kernels(name, head_dim, tmp_path)
+    assert len(code) == 3
+    assert sum(map(sass.spills, code)) <= spills
+    loop = max((sass.mma_loops(c) for c in code), key=len)[0]
+    # five products of 64 x 64 x head_dim (dQ: half of 64 x 128 x head_dim), one group each, and one wait after each
+    products = {128: 8 + 8 + 4 + 4 + 8, 64: 4 + 4 + 4 + 4 + 8}[head_dim]
+    assert loop["HGMMA"] == products
+    assert loop["WARPGROUP"] <= 10, "ptxas has serialised the wgmma"
+    assert loop["REDG"] == head_dim // 16
+
+
+def test_a_gradient_of_the_lse_compiles(tmp_path):
+    assert len(kernels("plain", 64, tmp_path, grad_lse=True)) == 3
+
+
+def test_programs_of_backward_kernels(tmp_path):
+    text = {n: emit_program(s, facts(s), need_lse=True, gradient=True) for n, s in SPECS.items()}
+    assert ["def score_grad" in text[n] for n in SPECS] == [False, False, True, False]
+    assert "keep_column" not in text["alibi_padded"]
+    assert Counter(text["softcap"].split())["tanh_approx"] == 0  # the names are qualified
+    assert text["softcap"].count("ops.tanh_approx") >= 2
