@@ -225,7 +225,8 @@ def _build(key: CompileKey) -> Kernel:
         operands = (module, key.dtype, key.head_dim, key.head_dim_v, key.qhead_per_kvhead)
         options: dict[str, Any] = {"aux": aux, "num_sizes": spec.num_sizes}
         if key.direction == _BACKWARD:
-            return build_backward(*operands, **options, **json.loads(key.config), grad_lse=key.need_lse)
+            options |= {"grad_lse": key.need_lse, **json.loads(key.config)}
+            return build_backward(*operands, **options)
         options["need_lse"] = key.need_lse
         if key.direction == _SPLIT:
             return build_split(*operands, **options, config=SplitConfig.parse(key.config))

@@ -74,7 +74,9 @@ def test_the_backward_of_what_trains_is_built_ahead_too(monkeypatch):
     monkeypatch.setattr(launch, "_launch", lambda plan, q, *rest: (torch.zeros_like(q), torch.zeros(q.shape[:3])))
     f = torch.compile(two_layers, backend="fa4")
     assert f(*(t.requires_grad_() for t in qkv())).requires_grad
-    assert sorted((key.direction, key.need_lse) for key in built) == [("backward", False)] * 2 + [("forward", True)] * 2
+    backward = [key for key in built if key.direction == "backward"]
+    assert len(backward) == 2 and not any(key.need_lse for key in backward)
+    assert len(built) == 4 and all(key.need_lse for key in built if key not in backward)
     assert log.counters()["fused"] == 2
 
 
