@@ -14,8 +14,9 @@ import torch
 from kernel_cases import NATIVE, PROGRAMS, Case, make_operands
 from torch import Tensor
 
-from fa4_inductor.kernels.graph_aux import eager_aux
+from fa4_inductor.kernels.graph_aux import eager_aux, eager_tile_map
 from fa4_inductor.lowering.prepare import prepare
+from fa4_inductor.rewrite import launched_spec
 from fa4_inductor.runtime import compile as compiler
 from fa4_inductor.runtime import launch
 from fa4_inductor.runtime import target as targets
@@ -23,20 +24,24 @@ from fa4_inductor.runtime.cache import KernelCache
 from fa4_inductor.runtime.key import CompileKey
 
 Overrides = dict[str, Any]
-KernelCall = tuple[Callable[..., Any], tuple[Any, ...]]
+# a kernel, its arguments, and what counts the query tiles of a tile map that it has dealt out
+KernelCall = tuple[Callable[..., Any], tuple[Any, ...], Tensor | None]
+_AUX = 7  # position of the aux tensors among the arguments
 GetKernel = Callable[[CompileKey, Any], Callable[..., Any]]
 
 
 def ours(case: Case, operands: tuple[Tensor, ...], aux: tuple[Tensor, ...], overrides: Overrides) -> Callable[[], Any]:
     """The kernel calls that the op makes for these tensors, in a function that repeats them and returns the output.
 
-    Tables that a program wants computed in the graph, once for all layers, are computed here and not timed.
+    Tables and tile maps, which the graph computes once for all layers, are computed here and not timed.
     """
     calls: list[KernelCall] = []
     out = _run_op(case, operands, aux, overrides, prebuilt_kernel, calls)
 
     def run() -> Tensor:
-        for kernel, arguments in calls:
+        for kernel, arguments, counter in calls:
+            if counter is not None:
+                counter.zero_()
             kernel(*arguments)
         return out
 
@@ -60,18 +65,27 @@ def _run_op(
     get_kernel: GetKernel,
     calls: list[KernelCall],
 ) -> Tensor:
-    prepared = prepare(case.spec)
-    kernel_aux = eager_aux(prepared, operands[0], operands[1], aux)
     sizes = PROGRAMS[case.program].sizes
+    kernel_aux = eager_aux(prepare(case.spec), operands[0], operands[1], aux)
+    with overridden(overrides):
+        spec = launched_spec(case.spec, *operands)
+    if spec.tile_map is not None:
+        kernel_aux.append(eager_tile_map(spec, *operands[:2], kernel_aux, sizes))
 
     def recorded(key: CompileKey, settings: Any) -> Callable[..., Any]:
         kernel = get_kernel(key, settings)
-        return lambda *arguments: (calls.append((kernel, arguments)), kernel(*arguments))
+
+        def call(*arguments: Any) -> Any:
+            counter = None if spec.tile_map is None else arguments[_AUX][-1]
+            calls.append((kernel, arguments, counter))
+            return kernel(*arguments)
+
+        return call
 
     strict = mock.patch.dict(os.environ, {"FA4_INDUCTOR_STRICT": "1"})
     with overridden(overrides), strict, mock.patch.object(compiler, "get_kernel", recorded):
         launch.clear_plans()
-        out = launch.forward_without_lse(*operands, kernel_aux, prepared.spec.text, sizes, "cute")
+        out = launch.forward_without_lse(*operands, kernel_aux, spec.text, sizes, "cute")
         launch.clear_plans()
     return out
 

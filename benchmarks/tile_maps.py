@@ -2,7 +2,7 @@
 
     python benchmarks/tile_maps.py --peers flex
 
-For each mask (packed documents, key padding, random blocks; B2 H16 S8192) the time of one attention with its map and
+For each mask (packed documents, key padding, random blocks) the time of one attention with its map and
 without one, of making the map, of flex_attention with a BlockMask, and TFLOP/s over kept scores. Calls are timed as
 replays of CUDA graphs, in turn.
 """
@@ -10,12 +10,12 @@ replays of CUDA graphs, in turn.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,6 +25,7 @@ from kernel_ours import overridden
 from kernels import CALLS_PER_GRAPH, in_graph, parse_variants, time_interleaved
 from torch import Tensor
 
+from fa4_inductor.kernels.graph_aux import eager_tile_map
 from fa4_inductor.lowering.split_config import Variant
 from fa4_inductor.lowering.tile_map import map_source, with_tile_map
 from fa4_inductor.runtime import compile as compiler
@@ -32,59 +33,62 @@ from fa4_inductor.runtime import launch
 from fa4_inductor.settings import Settings
 from fa4_inductor.spec import AttentionSpec, parse_spec
 
-B, H, S = 2, 16, 8192
+HEADS, TOKENS = 16, 16384
 CAUSAL = "(kv_idx <= q_idx)"
 Mod = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Mask:
-    """keep over one aux tensor, the same for flex_attention, and the tensors to measure."""
+    """keep over one aux tensor, the same for flex_attention, and the tensors (batch, seqlen) to measure."""
 
     keep: str
     aux: str
     mod: Callable[[Tensor], Mod]
-    tensors: dict[str, Callable[[], Tensor]]
+    tensors: dict[str, Callable[[int, int], Tensor]]
 
 
-def _documents(length: int) -> Tensor:
-    return (torch.arange(S, device="cuda") // length).int().repeat(B, 1)
+def _documents(length: int) -> Callable[[int, int], Tensor]:
+    return lambda b, s: (torch.arange(s, device="cuda") // length).int().repeat(b, 1)
 
 
-def _random_documents() -> Tensor:
-    return torch.cumsum(torch.rand(B, S, device="cuda") < 1 / 1000, 1).int()
+def _random_documents(b: int, s: int) -> Tensor:
+    return torch.cumsum(torch.rand(b, s, device="cuda") < 1 / 1000, 1).int()
 
 
-def _kept(part: float) -> Tensor:
-    return (torch.arange(S, device="cuda") < int(S * part)).repeat(B, 1)
+def _kept(part: float) -> Callable[[int, int], Tensor]:
+    return lambda b, s: (torch.arange(s, device="cuda") < int(s * part)).repeat(b, 1)
 
 
-def _blocks(part: float) -> Tensor:
-    blocks = torch.rand(B, 1, S // 128, S // 128, device="cuda") < part
-    blocks |= torch.eye(S // 128, dtype=torch.bool, device="cuda")
-    return blocks.repeat_interleave(128, 2).repeat_interleave(128, 3).contiguous()
+def _blocks(part: float) -> Callable[[int, int], Tensor]:
+    def make(b: int, s: int) -> Tensor:
+        blocks = torch.rand(b, 1, s // 128, s // 128, device="cuda") < part
+        blocks |= torch.eye(s // 128, dtype=torch.bool, device="cuda")
+        return blocks.repeat_interleave(128, 2).repeat_interleave(128, 3).contiguous()
+
+    return make
 
 
 _PARTS = {f"{part:.0%}": part for part in (0.25, 0.5, 0.75, 1.0)}
+_PADDING = {name: _kept(part) for name, part in _PARTS.items()}
 MASKS = {
     "documents, causal": Mask(
-        f"{CAUSAL} & (aux0[b, kv_idx] == aux0[b, q_idx])", "int32[2]",
+        f"{CAUSAL} & (aux0[b, kv_idx] == aux0[b, q_idx])",
+        "int32[2]",
         lambda ids: lambda b, h, q, k: (q >= k) & (ids[b, q] == ids[b, k]),
-        {f"of {n}": (lambda n=n: _documents(n)) for n in (500, 1000, 4096)} | {"random": _random_documents},
+        {f"of {n}": _documents(n) for n in (500, 1000, 4096)} | {"random": _random_documents},
     ),
     "padding, causal": Mask(
-        f"{CAUSAL} & aux0[b, kv_idx]", "bool[2]", lambda kept: lambda b, h, q, k: (q >= k) & kept[b, k],
-        {name: (lambda part=part: _kept(part)) for name, part in _PARTS.items()},
+        f"{CAUSAL} & aux0[b, kv_idx]", "bool[2]", lambda kept: lambda b, h, q, k: (q >= k) & kept[b, k], _PADDING
     ),
-    "padding": Mask(
-        "aux0[b, kv_idx]", "bool[2]", lambda kept: lambda b, h, q, k: kept[b, k],
-        {name: (lambda part=part: _kept(part)) for name, part in _PARTS.items()},
-    ),
+    "padding": Mask("aux0[b, kv_idx]", "bool[2]", lambda kept: lambda b, h, q, k: kept[b, k], _PADDING),
     "dense blocks": Mask(
-        "aux0[b, 0, q_idx, kv_idx]", "bool[4]", lambda mask: lambda b, h, q, k: mask[b, 0, q, k],
-        {name: (lambda part=part: _blocks(part)) for name, part in {"10%": 0.1, **_PARTS}.items()},
+        "aux0[b, 0, q_idx, kv_idx]",
+        "bool[4]",
+        lambda mask: lambda b, h, q, k: mask[b, 0, q, k],
+        {name: _blocks(part) for name, part in {"10%": 0.1, **_PARTS}.items()},
     ),
-}  # fmt: skip
+}
 
 
 def spec_of(mask: Mask, head_dim: int) -> AttentionSpec:
@@ -119,23 +123,14 @@ def keys(head_dims: list[int], target: Any) -> list[Any]:
     return list(found)
 
 
-def repeated(call: Callable[[], Tensor], overrides: dict[str, Any]) -> Callable[[], Tensor]:
-    """The kernel launches that `call` makes, with some fields of the configuration changed."""
-    launches = []
-
-    def get_kernel(key: Any, settings: Any) -> Any:
-        kernel = get(key, settings)
-        return lambda *arguments: (launches.append((kernel, arguments)), kernel(*arguments))
-
-    get = compiler.get_kernel
-    with overridden(overrides), mock.patch.object(compiler, "get_kernel", get_kernel):
-        launch.clear_plans()
-        out = call()
-        launch.clear_plans()
+def configured(call: Callable[[], Tensor], overrides: dict[str, Any]) -> Callable[[], Tensor]:
+    """The op with some fields of its kernel's configuration changed; for calls that a CUDA graph repeats."""
 
     def run() -> Tensor:
-        for kernel, arguments in launches:
-            kernel(*arguments)
+        with overridden(overrides):
+            launch.clear_plans()
+            out = call()
+            launch.clear_plans()
         return out
 
     return run
@@ -145,21 +140,19 @@ def calls_of(
     mask: Mask, head_dim: int, aux: Tensor, peers: list[str], variants: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], AttentionSpec, float]:
     """The calls to time, the spec with its map, and the largest difference between the results."""
-    q, k, v = (torch.randn(B, S, H, head_dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+    shape = (aux.shape[0], aux.shape[-1], HEADS, head_dim)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
     spec = spec_of(mask, head_dim)
     with_map = mapped(spec, head_dim)
-    source, tiles = map_source(with_map), with_map.tile_map
-    assert tiles is not None
 
     def make_map() -> Tensor:
-        sizes = (B if source.by_batch else 1, 1, S, S, tiles.tile_m, tiles.tile_n)
-        return torch.ops.fa4_inductor.tile_map([aux], source.program, [], *sizes)
+        return eager_tile_map(with_map, q, k, [aux])
 
     found = make_map()
     forward = launch.forward_without_lse
 
     def attention(overrides: dict[str, Any], spec: AttentionSpec, *tensors: Tensor) -> Callable[[], Tensor]:
-        return repeated(lambda: forward(q, k, v, tensors, spec.text, [], "cute"), overrides)
+        return configured(lambda: forward(q, k, v, tensors, spec.text, [], "cute"), overrides)
 
     runs = {
         "with map": attention({}, with_map, aux, found),
@@ -173,42 +166,46 @@ def calls_of(
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         torch._dynamo.config.recompile_limit = 256
-        block_mask = create_block_mask(mask.mod(aux), B, None, S, S, device="cuda")
+        block_mask = create_block_mask(mask.mod(aux), shape[0], None, shape[1], shape[1], device="cuda")
         flex = torch.compile(flex_attention, dynamic=False)
         runs["flex"] = lambda: flex(q, k, v, block_mask=block_mask)
         runs["flex"]()
     return runs, with_map, difference
 
 
-def measure(name: str, kind: str, head_dim: int, args: argparse.Namespace) -> dict[str, Any]:
-    mask = MASKS[name]
-    aux = mask.tensors[kind]()
+def measure(name: str, kind: str, head_dim: int, seqlen: int, args: argparse.Namespace) -> dict[str, Any]:
+    mask, batch = MASKS[name], max(1, TOKENS // seqlen)
+    aux = mask.tensors[kind](batch, seqlen)
     runs, spec, difference = calls_of(mask, head_dim, aux, args.peers.split(","), parse_variants(args.variants)[1:])
     times = time_interleaved({n: in_graph(run) for n, run in runs.items()}, args.rounds, args.budget_ms)
     us = {n: 1e3 * ms / CALLS_PER_GRAPH for n, ms in times.items()}
     kept, found = _kept_fraction(mask, aux), runs["map"]()
     visited = float(found[..., 0].sum()) / (found.shape[0] * found.shape[2] * (found.shape[3] - 2))
+    flops = 4.0 * batch * HEADS * seqlen**2 * head_dim * kept
     return {
-        "mask": f"{name} {kind}", "D": head_dim, "kept": kept, "visited": visited, "us": us, "difference": difference,
-        "tflops": {n: 4e-6 * B * H * S * S * head_dim * kept / t for n, t in us.items() if n not in ("map", "plain")},
+        "mask": f"{name} {kind}", "D": head_dim, "S": seqlen, "kept": kept, "visited": visited, "us": us,
+        "tflops": {n: 1e-6 * flops / t for n, t in us.items() if n not in ("map", "plain")},
         "map part": us["map"] / us["with map"], "of tiles": us["plain"] * visited / us["with map"],
+        "difference": difference,
     }  # fmt: skip
 
 
 def _kept_fraction(mask: Mask, aux: Tensor) -> float:
-    keys_, kept, mod = torch.arange(S, device="cuda")[None], 0, mask.mod(aux)
-    for b in range(B):
-        for first in range(0, S, 1024):
-            rows = torch.arange(first, first + 1024, device="cuda")[:, None]
-            kept += int(mod(torch.tensor(b, device="cuda"), 0, rows, keys_).expand(1024, S).sum())
-    return kept / (B * S * S)
+    (batch, *_, seqlen), kept, mod = aux.shape, 0, mask.mod(aux)
+    keys = torch.arange(seqlen, device="cuda")[None]
+    for b in range(batch):
+        for first in range(0, seqlen, 1024):
+            rows = torch.arange(first, min(first + 1024, seqlen), device="cuda")[:, None]
+            kept += int(mod(torch.tensor(b, device="cuda"), 0, rows, keys).expand(len(rows), seqlen).sum())
+    return kept / (batch * seqlen**2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", default="128,64")
+    parser.add_argument("--seqlens", default="8192", help="comma separated; 16k tokens in all")
     parser.add_argument("--peers", default="flex", help="flex or none")
-    parser.add_argument("--only", default="", help="substring of the mask's name")
+    parser.add_argument("--only", default="", help="substring of the mask")
     parser.add_argument("--variants", default="", help="further configurations, as in benchmarks/kernels.py")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-ms", type=float, default=10.0)
@@ -226,30 +223,30 @@ def main() -> None:
             return
     torch.manual_seed(0)
     results = []
-    for d in head_dims:
-        for name, mask in MASKS.items():
-            for kind in mask.tensors:
-                if args.only not in name:
-                    continue
-                if args.build:
-                    calls_of(mask, d, mask.tensors[kind](), args.peers.split(","), parse_variants(args.variants)[1:])
-                    continue
-                results.append(measure(name, kind, d, args))
-                print(row_of(results[-1]), flush=True)
+    seqlens = [int(s) for s in args.seqlens.split(",")]
+    kinds = [(name, kind) for name, mask in MASKS.items() for kind in mask.tensors if args.only in f"{name} {kind}"]
+    for d, seqlen, (name, kind) in itertools.product(head_dims, seqlens, kinds):
+        if args.build:
+            aux = MASKS[name].tensors[kind](max(1, TOKENS // seqlen), seqlen)
+            calls_of(MASKS[name], d, aux, args.peers.split(","), parse_variants(args.variants)[1:])
+            continue
+        results.append(measure(name, kind, d, seqlen, args))
+        print(row_of(results[-1]), flush=True)
     if not results:
         return
     columns = list(row_of(results[0]))
     table = results_io.markdown_table([row_of(r) for r in results], columns)
     note = (
-        "B2 H16 S8192, bf16; us of one call, TFLOP/s over kept scores in brackets. `visited`: part of the tiles that "
-        "the map lists; `plain rate`: speed over these tiles relative to our plain kernel's."
+        f"bf16, {HEADS} heads, {TOKENS} tokens in all; us of one call, TFLOP/s over kept scores in brackets. "
+        "`visited`: part of the tiles that the map lists; `plain rate`: speed over these tiles relative to our plain "
+        "kernel's."
     )
     facts = results_io.provenance("cuda")
     print("written to", results_io.write("tile_maps", facts, results, [note, table], args.results))
 
 
 def row_of(result: dict[str, Any]) -> dict[str, str]:
-    row = {"mask": result["mask"], "D": str(result["D"])}
+    row = {name: str(result[name]) for name in ("mask", "D", "S")}
     row |= {name: f"{result[name]:.1%}" for name in ("kept", "visited")}
     for name, us in result["us"].items():
         rate = result["tflops"].get(name)

@@ -16,14 +16,16 @@ from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.lowering.select import choose
 from fa4_inductor.lowering.split_config import Variant, choose_variant
 from fa4_inductor.lowering.support import Operands
+from fa4_inductor.lowering.tile_map import map_source, size_hint
 from fa4_inductor.patterns.gradients import trains, untrainable
 from fa4_inductor.patterns.match import AttentionMatch, Site
-from fa4_inductor.rewrite import operand_value, value_of
+from fa4_inductor.rewrite import launched_spec, operand_value, value_of
 from fa4_inductor.runtime import compile as compiler
-from fa4_inductor.runtime import launch, tuning, workers
+from fa4_inductor.runtime import launch, tile_map, tuning, workers
 from fa4_inductor.runtime.key import CompileKey
 from fa4_inductor.runtime.target import Target, target_for
 from fa4_inductor.settings import Settings
+from fa4_inductor.spec import parse_spec
 
 _MANY = 1 << 20
 _log = log.get_logger(__name__)
@@ -185,8 +187,14 @@ def build_kernels(decisions: Sequence[Decision], settings: Settings) -> list[Dec
     gpus = {key: _gpu_of(decisions[index][0], settings) for index, key in keys.items()}
     wanted = {key: tuning.keys_to_build(key, settings, gpu) for key, gpu in gpus.items()}
     backward_keys = {i: _backward_key_of(decisions[i][0], settings) for i in keys if _trains(decisions[i][0])}
-    to_build = [key for group in wanted.values() for key in group] + list(backward_keys.values())
+    maps: dict[tile_map.MapPlanKey, CompileKey] = {}
+    for index in keys:
+        maps |= _tile_map_keys(decisions[index][0], settings)
+    to_build = [*(key for group in wanted.values() for key in group), *backward_keys.values(), *maps.values()]
     errors = workers.build_all(to_build, settings) if keys else {}
+    for plan_key, key in maps.items():
+        if errors[key] is None:  # else the op makes its maps without a kernel
+            tile_map.prepare(compiler.get_kernel(key, settings), plan_key)
     for index, key in keys.items():
         failure = errors[wanted[key][0]]
         if failure is None and index in backward_keys:
@@ -233,7 +241,7 @@ def _without_kernel(
 def _key_of(match: AttentionMatch, settings: Settings) -> CompileKey:
     q, k, v = operand_values(match)
     target = _target(q, settings, explaining=False)
-    program = prepare(match.spec).spec.text
+    program = launched_spec(match.spec, q, k, v).text
     dims = (int(q.shape[3]), int(v.shape[3]), _group(q, k))
     need_lse = match.lse is not None or trains(match)
     return compiler.forward_key(program, q.dtype, *dims, need_lse, target, **_first_launch(match, target))
@@ -248,32 +256,50 @@ def _backward_key_of(site: Site, settings: Settings) -> CompileKey:
     assert isinstance(site, AttentionMatch)
     q, k, v = operand_values(site)
     dims, grad_lse = (int(q.shape[3]), int(v.shape[3]), _group(q, k)), site.lse is not None
-    program, target = prepare(site.spec).spec.text, _target(q, settings, explaining=False)
+    program, target = launched_spec(site.spec, q, k, v).text, _target(q, settings, explaining=False)
     deterministic = torch.are_deterministic_algorithms_enabled()
     return compiler.backward_key(program, q.dtype, *dims, grad_lse, target, deterministic=deterministic)
+
+
+def _tile_map_keys(site: Site, settings: Settings) -> dict[tile_map.MapPlanKey, CompileKey]:
+    """The kernel that makes the site's tile map, if it has one, by the plan of its first launch."""
+    assert isinstance(site, AttentionMatch)
+    q, k, v = operand_values(site)
+    spec = launched_spec(site.spec, q, k, v)
+    if spec.tile_map is None:
+        return {}
+    source, tiles = map_source(spec), (spec.tile_map.tile_m, spec.tile_map.tile_n)
+    mask = parse_spec(source.program)
+    streamed, dense = ([source.slots[slot] for slot in slots(mask)] for slots in (streamed_slots, dense_slots))
+    plan_key = tile_map.MapPlanKey(source.program, *tiles, q.device, _are_regular(site, streamed, dense))
+    target = _target(q, settings, explaining=False)
+    return {plan_key: compiler.tile_map_key(source.program, *tiles, target, regular=plan_key.regular)}
 
 
 def _first_launch(match: AttentionMatch, target: Target) -> dict[str, Any]:
     """Which of a program's kernels the first launch takes, by the shapes and strides seen while compiling. Another one
     is made when it is needed."""
-    prepared = prepare(match.spec)
-    dense, regular = dense_slots(prepared.spec), True
-    for slot in streamed_slots(prepared.spec):
+    spec = prepare(match.spec).spec
+    dense = dense_slots(spec)
+    regular = _are_regular(match, streamed_slots(spec), dense)
+    return {"variant": _variant(match, target, regular and bool(dense)), "regular": regular}
+
+
+def _are_regular(match: AttentionMatch, streamed: Sequence[int], dense: Sequence[int]) -> bool:
+    """Whether these aux tensors of the prepared spec have, as far as is known while compiling, unit strides and, where
+    `dense`, suit TMA."""
+    prepared, regular = prepare(match.spec), True
+    for slot in streamed:
         if prepared.slots[slot] < len(match.aux):  # tables are made contiguous
             t = operand_value(match.aux[prepared.slots[slot]])
-            strides, shape = [_hint(s) for s in t.stride()], [_hint(n) for n in t.shape]
+            strides, shape = [size_hint(s) for s in t.stride()], [size_hint(n) for n in t.shape]
             regular &= suits_tma(strides, shape, t.itemsize) if slot in dense else has_unit_stride(strides, shape)
-    return {"variant": _variant(match, target, regular and bool(dense)), "regular": regular}
+    return regular
 
 
 def _variant(match: AttentionMatch, target: Target, dense: bool) -> Variant:
     """As the launch chooses, for the sizes seen while compiling; those that depend on data count as many."""
     (batch, heads, seqlen_q, head_dim), (_, kv_heads, seqlen_k, _), v = (
-        [_MANY if (n := _hint(size)) is None else n for size in t.shape] for t in operand_values(match)
+        [_MANY if (n := size_hint(size)) is None else n for size in t.shape] for t in operand_values(match)
     )
     return choose_variant(batch, heads, kv_heads, seqlen_q, seqlen_k, (head_dim, v[3]), target, dense)[0]
-
-
-def _hint(size: Any) -> int | None:
-    """The value that a size or stride has while compiling; None where it depends on data."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size

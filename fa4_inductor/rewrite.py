@@ -21,13 +21,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fa4_inductor.capture.fx_view import is_mutation
 from fa4_inductor.errors import DeclineReason, DeclineSite
 from fa4_inductor.kernels.epilogue import build_epilogue, build_sum
-from fa4_inductor.kernels.graph_aux import build_aux
+from fa4_inductor.kernels.graph_aux import build_aux, build_tile_map
 from fa4_inductor.kernels.graph_values import Memo
 from fa4_inductor.kernels.sdpa import build_sdpa
+from fa4_inductor.lowering.config_table import LONG_SEQLEN_Q
 from fa4_inductor.lowering.prepare import prepare
+from fa4_inductor.lowering.support import Operands
+from fa4_inductor.lowering.tile_map import size_hint, wants_tile_map, with_tile_map
 from fa4_inductor.patterns.gradients import trains
 from fa4_inductor.patterns.match import AttentionMatch, Operand, ViewStep, apply_view
+from fa4_inductor.runtime.compile import forward_config
 from fa4_inductor.runtime.ops import ATTENTION, ATTENTION_WITH_LSE
+from fa4_inductor.spec import AttentionSpec
 
 _MODULES_OF_PURE_FUNCTIONS = ("torch", "_operator", "math", "builtins")
 _IN_PLACE_OPERATORS = {f for name, f in vars(operator).items() if name.startswith("i") and hasattr(operator, name[1:])}
@@ -168,7 +173,11 @@ class Splicer:
         spec = match.spec
         if implementation == "cute":
             prepared = prepare(spec)
-            spec, aux = prepared.spec, build_aux(self.graph, prepared, q, k, aux, match.output, self._masks)
+            aux = build_aux(self.graph, prepared, q, k, aux, match.output, self._masks)
+            spec = launched_spec(match.spec, value_of(q), value_of(k), value_of(v))
+            if spec.tile_map is not None:
+                tile_map = build_tile_map(self.graph, spec, q, k, aux, sizes, match.output, self._masks)
+                aux = [*aux, tile_map]
         args = (q, k, v, aux, spec.text, sizes, implementation)
         if match.lse is None:
             return self.call("call_function", ATTENTION, args, match.output), None
@@ -238,6 +247,22 @@ class Splicer:
                 if args != [list(range(len(order)))]:
                     result = self.call("call_method", name, (result, *args), output)
         return result
+
+
+def launched_spec(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> AttentionSpec:
+    """The spec that a site with this one hands to the CuTe kernel. q, k, v: the (fake) operands."""
+    spec = prepare(spec).spec
+    if not wants_tile_map(spec, Operands.of(q, k, v)):
+        return spec
+    mapped = with_tile_map(spec, 0, 0)
+    config, _ = forward_config(mapped, int(q.shape[3]), int(v.shape[3]), long_q=_is_long(q.shape[2]), regular=True)
+    return spec if config is None else with_tile_map(spec, config.tile_m, config.tile_n)
+
+
+def _is_long(seqlen_q: int | torch.SymInt) -> bool:
+    """Whether this many query rows, as far as it is known while compiling, ask for the kernel for long sequences."""
+    length = size_hint(seqlen_q)
+    return length is not None and length >= LONG_SEQLEN_Q
 
 
 def value_of(node: fx.Node) -> Any:

@@ -78,28 +78,31 @@ def build_tile_map(
         aux, sizes: of the spec, without the map itself. q, k, like, memo: as in `build_aux`.
     """
     values, memo = GraphValues(graph, like), {} if memo is None else memo
+    lengths = [values.length(node, dim) for node, dim in ((q, 0), (q, 1), (q, 2), (k, 2))]
+    arguments = _map_arguments(spec, aux, sizes, lengths)
+    tensors, program, numbers, *rest = arguments
+    known = tuple(n if isinstance(n, int) else str(values.value_of(n)) for n in rest)
+    key = ("tile_map", program, known, tuple(tensors), tuple(numbers))
+    wrapped = ([values.wrap(t) for t in tensors], program, [values.number(n) for n in numbers], *rest)
+    return values.shared(memo, key, lambda: values.make(torch.ops.fa4_inductor.tile_map.default, *wrapped))
+
+
+def eager_tile_map(
+    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, aux: Sequence[torch.Tensor], sizes: Sequence[int] = ()
+) -> torch.Tensor:
+    """The tile map that `spec` names, computed now. aux: without the map itself."""
+    arguments = _map_arguments(spec, aux, sizes, [*q.shape[:3], k.shape[2]])
+    return torch.ops.fa4_inductor.tile_map(*arguments)
+
+
+def _map_arguments(spec: AttentionSpec, aux: Sequence[Any], sizes: Sequence[Any], lengths: Sequence[Any]) -> tuple:
+    """Arguments of `fa4_inductor::tile_map`. lengths: batch, query heads, seqlen_q, seqlen_k of the attention."""
     source, tiles = map_source(spec), spec.tile_map
     assert tiles is not None
-    used = [aux[slot] for slot in source.slots]
-    numbers = [sizes[i] for i in source.sizes]
-    batch = values.length(q, 0) if source.by_batch else 1
-    heads = values.length(q, 1) if source.by_head else 1
-    lengths = (batch, heads, values.length(q, 2), values.length(k, 2))
-    known = tuple(n if isinstance(n, int) else str(values.value_of(n)) for n in lengths)
-    key = ("tile_map", source.program, tiles, known, tuple(used), tuple(numbers))
-    return values.shared(
-        memo,
-        key,
-        lambda: values.make(
-            torch.ops.fa4_inductor.tile_map.default,
-            [values.wrap(t) for t in used],
-            source.program,
-            [values.number(n) for n in numbers],
-            *lengths,
-            tiles.tile_m,
-            tiles.tile_n,
-        ),
-    )
+    batch, heads, seqlen_q, seqlen_k = lengths
+    shape = (batch if source.by_batch else 1, heads if source.by_head else 1, seqlen_q, seqlen_k)
+    tensors, numbers = [aux[slot] for slot in source.slots], [sizes[i] for i in source.sizes]
+    return tensors, source.program, numbers, *shape, tiles.tile_m, tiles.tile_n
 
 
 def eager_aux(prepared: Prepared, q: torch.Tensor, k: torch.Tensor, aux: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 _MMA_M = 64  # rows of one wgmma instruction: one consumer warpgroup owns one such slab of the query tile
 _SMEM_BYTES = 227 << 10
-_BARRIER_BYTES = 2048  # mbarriers, the list of tiles to redo, alignment of the buffers
+_BARRIER_BYTES = 2048  # mbarriers, lists of tiles (to redo, claimed), alignment of the buffers
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class KernelConfig:
             another feeds the tensor cores (ping-pong).
         min_heads: heads (over all batches) whose query tiles are dealt out together, longest first, at least: more of
             them balance the CTAs better, fewer keep K and V in L2.
+        claim_tiles: deal query tiles out while the kernel runs, where a tile map makes their costs uneven.
         optimistic_max: fix the softmax shift after the first tile and verify at the end; bf16 only.
         polynomial_exp2: of every 8 exponentials, how many take multiply-adds instead of the special function unit, for
             programs that need the unit for more and have bounded scores.
@@ -48,6 +49,7 @@ class KernelConfig:
     min_heads: int = 16
     optimistic_max: bool = True
     polynomial_exp2: int = 4
+    claim_tiles: bool = True
 
     def __post_init__(self) -> None:
         if self.num_consumers not in (1, 2, 3):

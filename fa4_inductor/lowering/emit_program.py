@@ -170,7 +170,13 @@ def emit_program(
     return "\n\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
-def emit_tile_test(spec: AttentionSpec, facts: AttentionFacts, *, unit_stride: tuple[int, ...] = ()) -> str:
+def emit_tile_test(
+    spec: AttentionSpec,
+    facts: AttentionFacts,
+    *,
+    dense: tuple[Expr, ...] = (),
+    unit_stride: tuple[int, ...] = (),
+) -> str:
     """Module text for the kernel that finds out which tiles of the mask `spec.keep` are empty, mixed or full: a program
     with the functions of `analysis.tile_test`.
 
@@ -183,7 +189,7 @@ def emit_tile_test(spec: AttentionSpec, facts: AttentionFacts, *, unit_stride: t
     exact = exact_nodes([], [*rows, *columns, *results])
     roots = dataclasses.replace(_roots(spec, facts, False, True, (), ()), unit_stride=unit_stride, exact=exact)
     parts = [
-        emit_program(spec, facts, unit_stride=unit_stride),
+        emit_program(spec, facts, dense=dense, unit_stride=unit_stride),
         f"TEST_ELEMENTS = {test.elements}\n",
         _function("row_values", rows, spec, roots, {}, as_tuple=True),
         _function("column_values", columns, spec, roots, {}, as_tuple=True),
@@ -307,6 +313,8 @@ def _flags(spec: AttentionSpec, facts: AttentionFacts, roots: _Roots) -> str:
         flags["FILLS"] = True
     if roots.dense:
         flags["DENSE"] = tuple(tile.value for tile in roots.dense)
+        in_score = set(walk(*(e for e in (roots.score, roots.shifted) if e is not None)))
+        flags["DENSE_IN_SCORE"] = tuple(i for i, tile in enumerate(roots.dense) if tile in in_score)
         if not any("b" in i.free for tile in roots.dense for i in tile.args):
             flags["BATCH_INNER"] = True
     if roots.tables:

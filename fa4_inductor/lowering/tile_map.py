@@ -18,7 +18,8 @@ MAP_AUX = AuxSpec("int32", 4)
 # A map costs the GPU a few microseconds and the host a call (docs/engineering-log.md): with less work than this, about
 # 50 us of attention over all keys, it would be more than a few percent of the one call that it is certain to serve.
 _MIN_FLOPS = 1 << 34
-_MIN_ROWS = 256
+# Fewer tiles of 128 query rows than a GPU has multiprocessors go to kernels with other tiles (lowering.split_config).
+_MIN_QUERY_TILES = 132
 # A mask with an element per score has to be read through, which takes as long as attention of half a head.
 _MIN_HEADS_PER_MASK = 8
 
@@ -61,7 +62,9 @@ def wants_tile_map(spec: AttentionSpec, operands: Operands) -> bool:
     batch, heads, seqlen_q, seqlen_k, head_dim = (size_hint(n) or 0 for n in sizes)
     if tile_test(keep).elements and ("h" in keep.free or heads < _MIN_HEADS_PER_MASK):
         return False
-    return seqlen_q >= _MIN_ROWS and 4 * batch * heads * seqlen_q * seqlen_k * head_dim >= _MIN_FLOPS
+    if batch * heads * -(-seqlen_q // 128) < _MIN_QUERY_TILES:
+        return False
+    return 4 * batch * heads * seqlen_q * seqlen_k * head_dim >= _MIN_FLOPS
 
 
 def size_hint(size: Any) -> int | None:

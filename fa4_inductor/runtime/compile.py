@@ -42,6 +42,7 @@ Kernel = Callable[..., Any]
 NEEDS = "nvidia-cutlass-dsl 4.8 and apache-tvm-ffi"
 _SYMBOL = "fa4_forward"
 _SPLIT, _TILE_MAP, _BACKWARD = "split", "tile_map", "backward"
+_CLAIM_COUNTER = ("int32", 1)  # the query tiles handed out so far, behind the aux tensors of a spec with a tile map
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # CuTe-DSL keeps the module under construction in process-wide state: two threads compiling at once crash the process.
 _compile_lock = threading.Lock()
@@ -122,7 +123,7 @@ def tile_map_key(program: str, tile_m: int, tile_n: int, target: Target, *, regu
 
     Args:
         program: text of the mask (`lowering.tile_map.MapSource`). tile_m, tile_n: query rows and keys of a tile.
-        regular: whether the launches' streamed aux tensors have unit strides (lowering.aux_layout).
+        regular: whether the launches' aux tensors are regular (lowering.aux_layout).
 
     Raises:
         KernelUnavailable: for an architecture that the kernel is not written for.
@@ -130,9 +131,10 @@ def tile_map_key(program: str, tile_m: int, tile_n: int, target: Target, *, regu
     if not target.is_hopper:
         raise KernelUnavailable(f"the CuTe-DSL kernel is written for sm_90a, this is {target.arch} ({target.name})")
     config = json.dumps({"tile_m": tile_m, "tile_n": tile_n})
-    streamed = regular and bool(streamed_slots(parse_spec(program)))
+    spec = parse_spec(program)
+    layout = regular and bool(streamed_slots(spec)), regular and bool(dense_loads(spec))
     return CompileKey(
-        program, "int32", 0, 0, 0, False, target.arch, target.sm_count, config, streamed, direction=_TILE_MAP
+        program, "int32", 0, 0, 0, False, target.arch, target.sm_count, config, *layout, direction=_TILE_MAP
     )
 
 
@@ -220,6 +222,8 @@ def _build(key: CompileKey) -> Kernel:
         module = load_program(spec, key)
         aux = tuple((a.dtype, a.ndim) for a in spec.aux)
         _log.debug("compiling %s", key)
+        if spec.tile_map is not None and key.direction != _BACKWARD:
+            aux = (*aux, _CLAIM_COUNTER)
         if key.direction == _TILE_MAP:
             return build_tile_map(module, **json.loads(key.config), aux=aux, num_sizes=spec.num_sizes)
         operands = (module, key.dtype, key.head_dim, key.head_dim_v, key.qhead_per_kvhead)
@@ -247,8 +251,9 @@ def load_program(spec: AttentionSpec, key: CompileKey) -> ModuleType:
 
 def _program_text(spec: AttentionSpec, key: CompileKey) -> str:
     unit_stride = streamed_slots(spec) if key.regular_aux else ()
+    loads = dense_loads(spec) if key.dense_aux else ()
     if key.direction == _TILE_MAP:
-        return emit_tile_test(spec, facts(spec), unit_stride=unit_stride)
+        return emit_tile_test(spec, facts(spec), dense=loads, unit_stride=unit_stride)
     if key.direction == _BACKWARD:
         return emit_program(spec, facts(spec), need_lse=True, gradient=True)
     tiles, of_kernel = spec.tile_map, None
@@ -259,7 +264,7 @@ def _program_text(spec: AttentionSpec, key: CompileKey) -> str:
         spec,
         facts(spec),
         need_lse=key.need_lse,
-        dense=dense_loads(spec) if key.dense_aux else (),
+        dense=loads,
         tables=table_loads(spec) if key.regular_aux and key.direction != _SPLIT else (),
         unit_stride=unit_stride,
         use_tile_map=tiles is not None and (tiles.tile_m, tiles.tile_n) == of_kernel,

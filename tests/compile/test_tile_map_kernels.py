@@ -45,7 +45,9 @@ def kinds(spec: AttentionSpec) -> tuple[tuple[str, int], ...]:
 @pytest.mark.parametrize("name", MASKS)
 def test_the_map_kernel(name, tile, tmp_path: Path):
     spec = spec_of(name)
-    module: ModuleType = load_module(emit_tile_test(spec, facts(spec), unit_stride=streamed_slots(spec)))
+    module: ModuleType = load_module(
+        emit_tile_test(spec, facts(spec), dense=dense_loads(spec), unit_stride=streamed_slots(spec))
+    )
     compiled = build_tile_map(module, *tile, aux=kinds(spec), options=f"--keep-cubin --dump-dir={tmp_path}")
     code = sass.disassemble(compiled.artifacts.CUBIN, tmp_path)
     assert code and sass.spills(code) == 0
@@ -58,7 +60,7 @@ def test_full_tiles_of_a_map_evaluate_no_mask(name, d, tmp_path: Path):
     spec = with_tile_map(spec_of(name), config.tile_m, config.tile_n)
     text = emit_program(spec, facts(spec), dense=loads, unit_stride=streamed_slots(spec), use_tile_map=True)
     compiled = build_forward(
-        load_module(text), "bfloat16", d, d, 1, aux=kinds(spec), config=config,
+        load_module(text), "bfloat16", d, d, 1, aux=(*kinds(spec), ("int32", 1)), config=config,
         options=f"--keep-cubin --dump-dir={tmp_path}",
     )  # fmt: skip
     code = sass.disassemble(compiled.artifacts.CUBIN, tmp_path)

@@ -4,13 +4,15 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.exc import BackendCompilerFailed
 
 from fa4_inductor import backend, decide, log
 from fa4_inductor.errors import KernelUnavailable
+from fa4_inductor.lowering import tile_map as lowering_tile_map
 from fa4_inductor.lowering.split_config import Variant
 from fa4_inductor.runtime import compile as compiler
-from fa4_inductor.runtime import launch
+from fa4_inductor.runtime import launch, tile_map, variants
 from fa4_inductor.runtime import target as targets
 from fa4_inductor.runtime.target import target_for
 
@@ -181,3 +183,33 @@ def test_what_is_built_ahead_is_what_the_first_launch_takes(monkeypatch, dynamic
     assert prepared.variant is (Variant.NARROW if regular else Variant.DIRECT) and len(built) == 1
     assert built[0].direction == ("forward" if regular else "split")
     assert prepared.regular == built[0].dense_aux == bool(ready[0].dense) == regular
+
+
+def packed(q, k, v, ids):
+    i = torch.arange(q.shape[2])
+    keep = (ids[:, None, :, None] == ids[:, None, None, :]) & (i[:, None] >= i[None])
+    for _ in range(2):
+        q = F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+    return q
+
+
+def test_kernels_of_tile_maps_are_built_ahead(monkeypatch):
+    """One for both layers, and the attention kernel of the first launch is the one that reads the map."""
+    built, ready = [], []
+    monkeypatch.setattr(lowering_tile_map, "_MIN_FLOPS", 0)
+    monkeypatch.setattr(lowering_tile_map, "_MIN_QUERY_TILES", 1)
+    monkeypatch.setattr(variants, "choose_variant", lambda *shapes: (Variant.FORWARD, 1))
+    monkeypatch.setattr(decide, "choose_variant", lambda *shapes: (Variant.FORWARD, 1))
+    monkeypatch.setattr(compiler, "_build", lambda key: built.append(key) or print)
+    monkeypatch.setattr(launch, "_launch", lambda plan, q, *rest: ready.append(plan) or (torch.zeros_like(q), q))
+    monkeypatch.setattr(launch, "_make_known", lambda *args: None)
+    tile_map.clear_plans()
+    q, k, v = (torch.randn(1, 2, 300, 64, dtype=torch.bfloat16) for _ in range(3))
+    with torch.no_grad():
+        torch.compile(packed, backend="fa4")(q, k, v, torch.arange(300)[None] // 77)
+    (plan_key,), (attention,) = tile_map._plans, launch._plans
+    assert [key.direction for key in built] == ["forward", "tile_map"] and len(ready) == 2
+    assert ready[0].spec.tile_map is not None and attention.program == ready[0].spec.text
+    assert (plan_key.tile_m, plan_key.tile_n) == (ready[0].spec.tile_map.tile_m, ready[0].spec.tile_map.tile_n)
+    assert plan_key.program == built[1].program and plan_key.regular and built[1].regular_aux
+    tile_map.clear_plans()

@@ -7,11 +7,12 @@ import random
 import pytest
 import torch
 
+from fa4_inductor.kernels.graph_aux import eager_tile_map
 from fa4_inductor.kernels.tile_map import EMPTY, FULL, MASKED, classify, listed_classes
 from fa4_inductor.lowering.split_config import Variant
-from fa4_inductor.lowering.tile_map import map_source, with_tile_map
+from fa4_inductor.lowering.tile_map import with_tile_map
 from fa4_inductor.runtime import compile as compiler
-from fa4_inductor.runtime import launch, tile_map, variants
+from fa4_inductor.runtime import launch, ops, tile_map, variants
 from fa4_inductor.spec import AttentionSpec, parse_spec
 
 CAUSAL = "(kv_idx <= q_idx)"
@@ -62,10 +63,7 @@ def make_aux(name: str, b: int, h: int, sq: int, sk: int, rng: random.Random) ->
 
 
 def make_map(spec: AttentionSpec, aux: torch.Tensor, b: int, h: int, sq: int, sk: int) -> torch.Tensor:
-    source, tiles = map_source(spec), spec.tile_map
-    assert tiles is not None and source.slots == (0,)
-    sizes = (b if source.by_batch else 1, h if source.by_head else 1, sq, sk)
-    return torch.ops.fa4_inductor.tile_map([aux], source.program, [], *sizes, tiles.tile_m, tiles.tile_n)
+    return eager_tile_map(spec, torch.empty(b, h, sq, 1), torch.empty(b, h, sk, 1), [aux])
 
 
 @pytest.mark.parametrize("tile", [(128, 128), (192, 96)])
@@ -119,7 +117,7 @@ def test_attention(name, d):
         q = q * amplitude
         aux = make_aux(name, 2, 4, sq, sk, rng)
         found = make_map(mapped, aux, 2, 4, sq, sk)
-        forward = torch.ops.fa4_inductor._forward
+        forward = ops.FORWARD
         out, lse = forward(q, k, v, [aux, found], mapped.text, [], "cute", True)
         want, want_lse = forward(q.float(), k.float(), v.float(), [aux], plain.text, [], "reference", True)
         rounding = (want.to(q.dtype).float() - want).abs().max().item()
@@ -136,6 +134,59 @@ def test_a_kernel_of_other_tiles_ignores_the_map():
     q, k, v = (torch.randn(1, 4, 400, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     ids = make_aux("documents", 1, 4, 400, 400, random.Random(0))
     wrong = torch.zeros(1, 1, 7, 15, device="cuda", dtype=torch.int32)
-    out = torch.ops.fa4_inductor.attention(q, k, v, [ids, wrong], mapped.text, [], "cute")
-    want = torch.ops.fa4_inductor.attention(q, k, v, [ids], plain.text, [], "cute")
+    out = ops.ATTENTION(q, k, v, [ids, wrong], mapped.text, [], "cute")
+    want = ops.ATTENTION(q, k, v, [ids], plain.text, [], "cute")
     assert torch.equal(out, want)
+
+
+def test_more_query_tiles_than_ctas_can_claim():
+    """The list of claimed tiles fills up: there are more CTAs than SMs, and each ends early."""
+    heads = 60_000
+    q, k, v = (torch.randn(1, heads, s, 64, device="cuda", dtype=torch.bfloat16) for s in (1, 3, 3))
+    mapped = with_tile_map(spec_of("padding of both"), 128, 128)
+    kept = torch.tensor([[True, False, True]], device="cuda")
+    found = make_map(mapped, kept, 1, 1, 1, 3)
+    out = ops.ATTENTION(q, k, v, [kept, found], mapped.text, [], "cute")
+    scores = (q.float() * k.float()).sum(-1) * 0.125
+    p = torch.softmax(scores.masked_fill(~kept, -torch.inf), -1)
+    torch.testing.assert_close(out.float(), (p[..., None] * v.float()).sum(2, keepdim=True), atol=3e-2, rtol=2e-2)
+
+
+def test_the_redo_finds_its_tiles_among_the_claimed_ones():
+    """A few rows of many tiles whose scores no fixed shift holds."""
+    q, k, v = (torch.randn(2, 8, 2048, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q[1, 3, 417] *= 100.0
+    q[0, 7, 2047] *= 100.0
+    plain, kept = spec_of("padding"), torch.ones(2, 2048, dtype=torch.bool, device="cuda")
+    kept[1, 1500:] = False
+    mapped = with_tile_map(plain, 128, 128)
+    found = make_map(mapped, kept, 2, 8, 2048, 2048)
+    out = ops.ATTENTION(q, k, v, [kept, found], mapped.text, [], "cute")
+    want = ops.ATTENTION(q.float(), k.float(), v.float(), [kept], plain.text, [], "reference")
+    torch.testing.assert_close(out.float(), want, rtol=0, atol=2e-2)
+
+
+def test_layers_share_one_map():
+    import fa4_inductor  # noqa: F401
+    from fa4_inductor import log
+
+    def layers(q, k, v, ids):
+        i = torch.arange(q.shape[2], device=q.device)
+        keep = (ids[:, None, :, None] == ids[:, None, None, :]) & (i[:, None] >= i[None])
+        for _ in range(3):
+            q = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+        return q
+
+    q, k, v = (torch.randn(2, 16, 2048, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ids = torch.cumsum(torch.rand(2, 2048, device="cuda") < 0.005, 1)
+    options = {"fa4.strict": True, "fa4.implementation": "cute"}
+    with torch.no_grad():
+        compiled = torch.compile(layers, backend="fa4", options=options)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+            out = compiled(q, k, v, ids)
+        torch.testing.assert_close(out.float(), layers(q, k, v, ids).float(), rtol=0, atol=2e-2)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+            compiled(q, k, v, ids)
+    calls = {e.key: e.count for e in trace.key_averages() if e.key.startswith("fa4_inductor::")}
+    assert calls.get("fa4_inductor::tile_map") == 1, calls
+    assert log.counters()["fused"] == 3

@@ -92,8 +92,9 @@ class Consumer(TraceObject):
 
         Issued while the tensor cores compute S, so that the loads have arrived by then.
         """
-        dense = [read(index) for read in self.dense]
-        if dense:
+        needed = range(len(self.dense)) if mask else self.fwd.program.dense_in_score
+        dense = [read(index) if i in needed else None for i, read in enumerate(self.dense)]
+        if needed:
             # every lane has read before lane 0 releases the slot
             cute.arch.sync_warp()
         softmax, ctx, tile_n, size = self.softmax, self.ctx, self.fwd.config.tile_n, cute.size(self.s)
@@ -215,14 +216,14 @@ def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, order: cutlass
     fwd, ctx = consumer.fwd, consumer.ctx
     consumer.order_init()
     index, phase, q_phase = Int32(0), Int32(0), Int32(0)
-    step, limit = Int32(0), order.rounds
+    step, rounds, limit = Int32(0), order.rounds, order.rounds
     while step < limit:
-        again = step >= order.rounds
+        again = step >= rounds
         round_ = step
         todo = Boolean(True)
         if cutlass.const_expr(redo.enabled):
-            round_ = ops.select(again, step - order.rounds, step)
-            todo = redo.marked(round_) | (step < order.rounds)
+            round_ = ops.select(again, step - rounds, step)
+            todo = redo.marked(round_) | (step < rounds)
         exists, m_tile, h, b = order.tile(round_)
         if exists & todo:
             q_lo = m_tile * fwd.config.tile_m
@@ -249,9 +250,12 @@ def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, order: cutlass
                     redo.mark(round_, failed, consumer.lane)
             store(consumer, at)
         step += 1
+        if cutlass.const_expr(order.dynamic):
+            if (step <= rounds) & (exists == False):  # noqa: E712
+                step, rounds, limit = step - 1, step - 1, step - 1
         if cutlass.const_expr(redo.enabled):
-            if step == order.rounds:
+            if step == rounds:
                 consumer.release(redo.bar)
                 if redo.wait():
-                    limit = 2 * order.rounds
+                    limit = 2 * rounds
     store.drain(consumer)

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from fa4_inductor.kernels.cute import ops
+from fa4_inductor.kernels.cute.claims import MAX_CLAIMS, ClaimedOrder
 from fa4_inductor.kernels.cute.consumer import Consumer, consume
 from fa4_inductor.kernels.cute.dense import query_major
 from fa4_inductor.kernels.cute.epilogue import OutputStore
@@ -46,9 +47,12 @@ class Tma(TraceObject):
         b_v = ops.select(self.v[1].shape[3] == 1, Int32(0), b)
         kv_tile = fwd.config.tile_n
         load_k = RingLoad(*self.k, smem.k, (kv_tile, fwd.tile_d), (h // fwd.group, b_kv))
+        dense = self._dense_loads(ctx, m_tile, h, b)
+        in_scores = [x for i, x in enumerate(dense) if i in fwd.program.dense_in_score]
+        masks = [x for i, x in enumerate(dense) if i not in fwd.program.dense_in_score]
         return (
             RingLoad(*self.q, smem.q, (64, fwd.tile_d), (h, b)),
-            KeyLoad(load_k, self._dense_loads(ctx, m_tile, h, b), fwd.config.num_consumers),
+            KeyLoad(load_k, in_scores, masks, fwd.mask_bytes, fwd.config.num_consumers),
             RingLoad(*self.v, smem.v, (kv_tile, fwd.tile_dv), (h // fwd.group, b_v)),
         )
 
@@ -101,7 +105,10 @@ class FwdSm90:
         self.q_bytes = config.tile_m * self.tile_d * size
         self.v_bytes = config.tile_n * self.tile_dv * size
         self.k_bytes = plan.stage - self.v_bytes
+        masks = [t for i, t in enumerate(self.dense_types) if i not in self.program.dense_in_score]
+        self.mask_bytes = config.tile_m * config.tile_n * sum(t.width // 8 for t in masks)
         self.threads = 128 * (config.num_consumers + 1)
+        self.claims_tiles = config.claim_tiles and self.program.tile_map is not None
         # fp16 P has 5 exponent bits, too few for a shift far from the maximum
         self.optimistic = config.optimistic_max and dtype is cutlass.BFloat16
         self.bounded = self.optimistic and self.program.bounded
@@ -144,6 +151,7 @@ class FwdSm90:
             "v_bars": bars,
             "verdict": cute.struct.MemRange[cutlass.Int64, 1],
             "redo": cute.struct.MemRange[cutlass.Int32, REDO_WORDS],
+            "claims": cute.struct.MemRange[cutlass.Int32, MAX_CLAIMS if self.claims_tiles else 0],
             "q": buffer(cute.cosize(layouts.q)),
             "k": buffer(cute.cosize(layouts.k)),
             "v": buffer(cute.cosize(layouts.v)),
@@ -197,7 +205,8 @@ class FwdSm90:
         section = ops.imin(section, num_bh)
         num_tiles = num_m * num_bh
         grid = ops.imin(num_tiles, Int32(self.num_sms))
-        grid = ops.imax(grid, num_tiles // (MAX_ROUNDS - 8) + 1)
+        most_rounds = cutlass.const_expr(MAX_CLAIMS if self.claims_tiles else MAX_ROUNDS)
+        grid = ops.imax(grid, num_tiles // (most_rounds - 8) + 1)
         self.kernel(
             tma_q.atom,
             tma_q.tma_tensor,
@@ -253,8 +262,14 @@ class FwdSm90:
         storage = cutlass.utils.SmemAllocator().allocate(self.storage(self.layouts()))
         bars = Barriers(storage, config.num_stages)
         redo = RedoList(storage, self.optimistic and not self.bounded)
+        cta, _, _ = cute.arch.block_idx()
+        width, _, _ = cute.arch.grid_dim()
+        shape = (num_m, num_heads, num_bh, section, cta, width, self.group, self.program.batch_inner)
+        order = self._order(aux, shape, storage)
         if warp == 0:
             redo.clear()
+            if cutlass.const_expr(order.dynamic):
+                order.clear()
             with cute.arch.elect_one():
                 bars.initialize(4 * config.num_consumers)
                 redo.initialize(4 * config.num_consumers)
@@ -262,9 +277,6 @@ class FwdSm90:
         cute.arch.sync_threads()
         smem = self._smem_tensors(storage)
         ctx = ProgramContext(aux, sizes, seqlen_q, seqlen_k, softmax_scale)
-        cta, _, _ = cute.arch.block_idx()
-        width, _, _ = cute.arch.grid_dim()
-        order = TileOrder(num_m, num_heads, num_bh, section, cta, width, self.group, self.program.batch_inner)
         consumer_registers, producer_registers = _REGISTERS[config.num_consumers]
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
@@ -278,6 +290,12 @@ class FwdSm90:
             wg = cute.arch.make_warp_uniform(tidx // 128 - 1)
             consumer = Consumer(self, ctx, bars, smem, softmax_scale, wg, tidx % 128)
             consume(consumer, redo, order, OutputStore(atom_o, m_o, smem.o[None, None, wg], lse, v_mean))
+
+    def _order(self, aux: tuple | None, shape: tuple, storage) -> TileOrder:
+        """How the query tiles are dealt out."""
+        if aux is None or not self.claims_tiles:
+            return TileOrder(*shape)
+        return ClaimedOrder(shape, aux[-1], storage.claims.data_ptr())
 
     def _smem_tensors(self, storage) -> SimpleNamespace:
         layouts = self.layouts()

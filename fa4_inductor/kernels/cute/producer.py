@@ -44,6 +44,8 @@ class RingLoad(TraceObject):
             them None. at: indices of the other modes.
     """
 
+    mask_bytes = 0
+
     def __init__(self, atom, tensor: cute.Tensor, smem: cute.Tensor, tile: tuple, at: tuple, line: tuple = (None, 0)):
         tiles = cute.local_tile(tensor[(None, None, *at)], tile, line)
         self.atom = atom
@@ -56,23 +58,61 @@ class RingLoad(TraceObject):
 
 
 class KeyLoad(TraceObject):
-    """K of one key tile, and the dense tiles that share its slot and its barrier: slab w of each in its own place."""
+    """K of one key tile, and the dense tiles that share its slot and its barrier: slab w of each in its own place.
 
-    def __init__(self, load_k: RingLoad, dense: list[list[RingLoad]], num_consumers: int):
-        self.load_k, self.dense, self.num_consumers = load_k, dense, num_consumers
+    masks: dense tiles that only keep reads, `mask_bytes` in all, which full tiles do without.
+    """
+
+    def __init__(
+        self,
+        load_k: RingLoad,
+        dense: list[list[RingLoad]],
+        masks: list[list[RingLoad]],
+        mask_bytes: int,
+        num_consumers: int,
+    ):
+        self.load_k, self.dense, self.masks, self.num_consumers = load_k, dense, masks, num_consumers
+        self.mask_bytes = mask_bytes
 
     def __call__(self, tile, slot, bar) -> None:
         self.load_k(tile, slot, bar)
-        for slabs in self.dense:
+        self._load(self.dense, tile, slot, bar)
+
+    def load_masks(self, tile, slot, bar) -> None:
+        self._load(self.masks, tile, slot, bar)
+
+    def _load(self, tiles: list[list[RingLoad]], tile, slot, bar) -> None:
+        for slabs in tiles:
             for w, load in enumerate(slabs):
                 load(tile, slot * self.num_consumers + w, bar)
 
 
 @cute.jit
-def _acquire(full: cute.Pointer, empty: cute.Pointer, phase: Int32, num_bytes: cutlass.Constexpr[int]):
+def _acquire(full: cute.Pointer, empty: cute.Pointer, phase: Int32, num_bytes: Int32):
     cute.arch.mbarrier_wait(empty, phase ^ 1)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, num_bytes)
+
+
+@cute.jit
+def _load_key_tile(
+    fwd: cutlass.Constexpr,
+    bars: cutlass.Constexpr,
+    load_k: cutlass.Constexpr,
+    tile: Int32,
+    index: Int32,
+    phase: Int32,
+    masked: Boolean,
+):
+    """K of one tile with its dense tiles; masked: keep is going to be evaluated."""
+    full, empty = bars.k_full + index, bars.k_empty + index
+    if cutlass.const_expr(load_k.mask_bytes == 0):
+        _acquire(full, empty, phase, fwd.k_bytes)
+    else:
+        _acquire(full, empty, phase, ops.select(masked, fwd.k_bytes, fwd.k_bytes - load_k.mask_bytes))
+        if masked:
+            load_k.load_masks(tile, index, full)
+    load_k(tile, index, full)
 
 
 @cute.jit
@@ -89,13 +129,11 @@ def load_keys(
 
     Returns the new ring state.
     """
-    _acquire(bars.k_full + index, bars.k_empty + index, phase, fwd.k_bytes)
-    load_k(keys.tile(Int32(0)), index, bars.k_full + index)
+    _load_key_tile(fwd, bars, load_k, keys.tile(Int32(0)), index, phase, Boolean(True))
     for j in cutlass.range(1, keys.count, unroll=1):
         v_index, v_phase = index, phase
         index, phase = advance(index, phase, fwd.config.num_stages)
-        _acquire(bars.k_full + index, bars.k_empty + index, phase, fwd.k_bytes)
-        load_k(keys.tile(j), index, bars.k_full + index)
+        _load_key_tile(fwd, bars, load_k, keys.tile(j), index, phase, j < keys.num_masked)
         _acquire(bars.v_full + v_index, bars.v_empty + v_index, v_phase, fwd.v_bytes)
         load_v(keys.tile(j - 1), v_index, bars.v_full + v_index)
     _acquire(bars.v_full + index, bars.v_empty + index, phase, fwd.v_bytes)
@@ -119,14 +157,14 @@ def produce(
     """
     slabs = cutlass.const_expr(fwd.config.num_consumers)
     index, phase, q_phase = Int32(0), Int32(0), Int32(0)
-    step, limit = Int32(0), order.rounds
+    step, rounds, limit = Int32(0), order.rounds, order.rounds
     while step < limit:
-        again = step >= order.rounds
+        again = step >= rounds
         round_ = step
         todo = Boolean(True)
         if cutlass.const_expr(redo.enabled):
-            round_ = ops.select(again, step - order.rounds, step)
-            todo = redo.marked(round_) | (step < order.rounds)
+            round_ = ops.select(again, step - rounds, step)
+            todo = redo.marked(round_) | (step < rounds)
         exists, m_tile, h, b = order.tile(round_)
         if exists & todo:
             q_lo = m_tile * fwd.config.tile_m
@@ -139,8 +177,14 @@ def produce(
             q_phase = q_phase ^ 1
             if keys.count > 0:
                 index, phase = load_keys(fwd, bars, load_k, load_v, keys, index, phase)
+            if cutlass.const_expr(order.dynamic):
+                if step < rounds:
+                    order.claim(step + 1)
         step += 1
+        if cutlass.const_expr(order.dynamic):
+            if (step <= rounds) & (exists == False):  # noqa: E712
+                step, rounds, limit = step - 1, step - 1, step - 1
         if cutlass.const_expr(redo.enabled):
-            if step == order.rounds:
+            if step == rounds:
                 if redo.wait():
-                    limit = 2 * order.rounds
+                    limit = 2 * rounds

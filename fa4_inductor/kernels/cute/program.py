@@ -53,7 +53,7 @@ class Program(TraceObject):
     TILE_MAP (optional): slot of the map that lists the key tiles to visit, for tiles of the kernel's size.
     DENSE (optional): slots of the aux tensors that come as tiles [q_idx, kv_idx] through shared memory; `dense_index`
     gives the indices before these two for each, and score, shifted_score and keep get their elements as one more
-    argument, a tuple.
+    argument, a tuple. DENSE_IN_SCORE (optional, all): positions in DENSE of those that score or shifted_score reads.
     BATCH_INNER (optional, False): the batch shares these tiles.
     TABLES (optional): slots of the aux tensors that are tables over the distance (lowering.hoist); `table_index` gives
     the first two indices of each, and the same functions get their entries as a last argument, a tuple.
@@ -70,6 +70,7 @@ class Program(TraceObject):
         self.dense: tuple[int, ...] = getattr(module, "DENSE", ())
         self.batch_inner: bool = getattr(module, "BATCH_INNER", False)
         self.tables: tuple[int, ...] = getattr(module, "TABLES", ())
+        self.dense_in_score: tuple[int, ...] = getattr(module, "DENSE_IN_SCORE", tuple(range(len(self.dense))))
         self.unit_stride: tuple[int, ...] = getattr(module, "UNIT_STRIDE", ())
         self.tile_map: int | None = getattr(module, "TILE_MAP", None)
         bound = module.BOUND_LOG2

@@ -116,7 +116,7 @@ class Softmax(TraceObject):
             c = ahead.columns[col] if ahead.columns else ()
             for r in range(fragment.ROWS):
                 i = _first_register(col) + 2 * r
-                d, t = tuple(x[i] for x in ahead.dense), tuple(x[r][col] for x in ahead.tables)
+                d, t = tuple(x and x[i] for x in ahead.dense), tuple(x[r][col] for x in ahead.tables)
                 where, value = (at.u, at.rows[r], c), s[i]
                 if shifted:
                     value = program.shifted_score(

@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.runtime import make_fake_stream
 
 from fa4_inductor.kernels.cute import ops
@@ -27,7 +27,8 @@ from fa4_inductor.kernels.cute.tiles import MAP_HEADER, visited_tiles
 _WARPS = 16
 _WARP = 32
 _CHUNK = 1024  # key tiles classed before they are written out
-_ROWS_AT_ONCE = 16  # rows of a tile that are read before a verdict is tried
+_VECTOR = 4  # elements of a dense tensor that a lane reads at once
+_READS_AT_ONCE = 16  # accesses of a lane before a verdict is tried
 _EMPTY, _MASKED, _FULL = 0, 1, 2
 
 
@@ -41,6 +42,8 @@ class TileMapKernel(TraceObject):
     def __init__(self, program: ModuleType, tile_m: int, tile_n: int):
         self.program, self.module = Program(program), program
         self.tile_m, self.tile_n = tile_m, tile_n
+        # tiles begin at multiples of 16 keys, rows of dense tensors at multiples of 16 bytes
+        self.vector = _VECTOR if self.program.dense else 1
 
     @cute.jit
     def __call__(self, out: cute.Tensor, seqlen_q: Int32, seqlen_k: Int32, aux, sizes, stream):
@@ -113,7 +116,10 @@ class TileMapKernel(TraceObject):
         found = ops.select(possible, ops.select(Boolean(certain) & ends_inside, _FULL, _MASKED), _EMPTY)
         if cutlass.const_expr(self.module.TEST_ELEMENTS):
             if found == _MASKED:
-                found = self._class_of_elements(ctx, b, h, q_lo, q_hi, kv_lo, kv_hi, ends_inside)
+                if ends_inside:
+                    found = self._class_of_elements(ctx, b, h, q_lo, q_hi, kv_lo, self.vector)
+                else:
+                    found = self._class_of_elements(ctx, b, h, q_lo, q_hi, kv_lo, 1)
         return found
 
     @cute.jit
@@ -125,31 +131,51 @@ class TileMapKernel(TraceObject):
         q_lo: Int32,
         q_hi: Int32,
         kv_lo: Int32,
-        kv_hi: Int32,
-        ends_inside: Boolean,
+        vector: cutlass.Constexpr[int],
     ) -> Int32:
-        """The class by every element: each lane reads some columns, until both kept and dropped ones are seen."""
-        program = self.program
-        u = program.uniform(ctx, b, h)
-        keys = [
-            ops.imin(kv_lo + cute.arch.lane_idx() + i * _WARP, kv_hi) for i in range((self.tile_n + _WARP - 1) // _WARP)
+        """The class by every element, until both kept and dropped ones are seen: each lane reads groups of `vector`
+        keys. A tile behind whose last key others follow is read in whole groups; at the ragged edge `vector` is 1."""
+        program, lane = self.program, cute.arch.lane_idx()
+        groups = self.tile_n // vector
+        lanes = min(groups, _WARP)
+        rows = _WARP // lanes if _WARP % lanes == 0 else 1
+        kv_hi = ops.imin(kv_lo + self.tile_n, ctx.seqlen_k) - 1
+        firsts = [
+            kv_lo + ops.imin(lane % lanes + i * _WARP, groups - 1) * vector
+            for i in range((groups + _WARP - 1) // _WARP)
         ]
-        columns = [program.column(ctx, b, h, key, u) for key in keys]
-        some_kept, some_dropped = Boolean(False), ends_inside == Boolean(False)
+        at_once = max((_READS_AT_ONCE if vector > 1 else 2 * _READS_AT_ONCE) // len(firsts), 1)
+        u = program.uniform(ctx, b, h)
+        keys = [[ops.imin(first + e, kv_hi) for e in range(vector)] for first in firsts]
+        columns = [[program.column(ctx, b, h, key, u) for key in group] for group in keys]
+        some_kept, some_dropped = Boolean(False), kv_lo + self.tile_n > ctx.seqlen_k
         q_first = q_lo
         while (q_first <= q_hi) & ((some_kept & some_dropped) == Boolean(False)):
             kept, dropped = some_kept, some_dropped
-            for i in cutlass.range_constexpr(_ROWS_AT_ONCE):
-                q_idx = ops.imin(q_first + i, q_hi)
+            for i in cutlass.range_constexpr(at_once):
+                q_idx = ops.imin(q_first + i * rows + lane // lanes, q_hi)
                 r = program.row(ctx, b, h, q_idx, u)
-                for j in cutlass.range_constexpr(len(keys)):
-                    keep = program.keep(ctx, b, h, q_idx, keys[j], u, r, columns[j])
-                    kept = kept | keep
-                    dropped = dropped | (keep == Boolean(False))
+                for group, values in zip(keys, columns):
+                    dense = self._dense(ctx, b, h, q_idx, group[0], vector)
+                    for e in cutlass.range_constexpr(vector):
+                        keep = program.keep(ctx, b, h, q_idx, group[e], u, r, values[e], tuple(d[e] for d in dense))
+                        kept = kept | keep
+                        dropped = dropped | (keep == Boolean(False))
             some_kept = cute.arch.vote_any_sync(kept)
             some_dropped = cute.arch.vote_any_sync(dropped)
-            q_first += _ROWS_AT_ONCE
+            q_first += at_once * rows
         return ops.select(some_kept, ops.select(some_dropped, _MASKED, _FULL), _EMPTY)
+
+    def _dense(self, ctx: ProgramContext, b, h, q_idx: Int32, key: Int32, vector: int) -> list:
+        """`vector` elements of each dense load of the program, in one access: those of `key` and the keys behind it."""
+        found = []
+        for slot, lead in zip(self.program.dense, self.program.dense_index(ctx, b, h)):
+            row = ctx.aux[slot][(*lead, q_idx, None)]
+            size = row.element_type.width // 8
+            address = row.iterator.toint() + Int64(key) * size
+            pointer = cute.make_ptr(row.element_type, address, cute.AddressSpace.gmem, assumed_align=vector * size)
+            found.append(cute.make_tensor(pointer, cute.make_layout(vector)).load())
+        return found
 
     @cute.jit
     def _append(
@@ -207,7 +233,7 @@ def build_tile_map(
         dynamic_tensor(Int32, 4),
         Int32(1),
         Int32(1),
-        aux_operands(aux, getattr(program, "UNIT_STRIDE", ())),
+        aux_operands(aux, getattr(program, "UNIT_STRIDE", ()), getattr(program, "DENSE", ())),
         tuple(Int32(1) for _ in range(num_sizes)) or None,
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}".strip(),

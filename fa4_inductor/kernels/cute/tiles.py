@@ -31,6 +31,8 @@ class TileOrder(TraceObject):
         cta, width: this CTA and the number of CTAs. group: query heads per key head. batch_inner: the second order.
     """
 
+    dynamic = False
+
     def __init__(
         self,
         num_m: Int32,

@@ -55,7 +55,7 @@ def test_text(name):
         else {}
     )
     if name in TESTS:
-        text = emit_tile_test(spec, facts(spec), unit_stride=streamed_slots(spec))
+        text = emit_tile_test(spec, facts(spec), dense=dense_loads(spec), unit_stride=streamed_slots(spec))
     else:
         text = emit_program(spec, facts(spec), use_tile_map=name in MAPPED, **layout)
     if os.environ.get("FA4_ACCEPT") == "1":
