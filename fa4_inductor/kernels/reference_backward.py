@@ -64,7 +64,7 @@ def backward_reference(
             dk[:, kv_head] += ds[:, i].transpose(-1, -2) @ queries[:, i]
             dv[:, kv_head] += p[:, i].transpose(-1, -2) @ grads[:, i]
     if spec.sink is None and spec.empty_row is EmptyRow.MEAN and seqlen_k:
-        dv += of_mean_rows(grad_out, lse, k.shape[1], dtype) / seqlen_k
+        dv += of_mean_rows(grad_out.to(dtype), lse, k.shape[1]) / seqlen_k
     dk, dv = (t if t.shape[0] == like.shape[0] else t.sum(0, keepdim=True) for t, like in ((dk, k), (dv, v)))
     return bshd(dq, q.dtype), bshd(dk, k.dtype), bshd(dv, v.dtype)
 
@@ -81,10 +81,11 @@ def _probabilities(
     return p, kept
 
 
-def of_mean_rows(grad_out: torch.Tensor, lse: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
+def of_mean_rows(grad_out: torch.Tensor, lse: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """(B, Hkv, 1, Dv): sum of `grad_out` (B, Hq, Sq, Dv) over the rows that keep no key, whose LSE (B, Hq, Sq) is -inf.
 
     Each key gets this over Sk where such a row gets the mean of V.
     """
-    rows = grad_out.to(dtype).masked_fill((lse != -torch.inf)[..., None], 0.0).sum(2)
-    return rows.unflatten(1, (kv_heads, -1)).sum(2)[:, :, None]
+    without_keys = (lse == -torch.inf).to(grad_out.dtype)
+    rows = without_keys[:, :, None] @ grad_out
+    return rows.unflatten(1, (kv_heads, -1)).sum(2)

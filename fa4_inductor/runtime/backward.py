@@ -127,7 +127,7 @@ def _with_mean_rows(spec: AttentionSpec, dv: Tensor, grad_out: Tensor, lse: Tens
 
     if not needs_v_mean(spec):
         return dv
-    return dv.add_(of_mean_rows(grad_out, lse, dv.shape[1], torch.float32) / dv.shape[2])
+    return dv.add_(of_mean_rows(grad_out, lse, dv.shape[1]) / dv.shape[2])
 
 
 @functools.lru_cache(maxsize=1024)
