@@ -34,7 +34,8 @@ def untrainable(*matches: AttentionMatch) -> Declined | None:
         if _requires_grad(node) and not node.all_input_nodes:
             return _declined(matches[0], f"{node.name} cancels out of the program, and has a gradient of 0 in eager")
     for match in matches:
-        learned = [f"aux{slot}" for slot, operand in enumerate(match.aux) if _requires_grad(operand.node)]
+        known = match.spec.sink_slots
+        learned = [f"aux{i}" for i, a in enumerate(match.aux) if _requires_grad(a.node) and i not in known]
         if learned:
             return _declined(match, f"{', '.join(learned)} of the program needs a gradient of its own")
     return None

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa4_inductor.kernels.sink_backward import sink_gradients
 from fa4_inductor.kernels.tile_map import map_shape
 from fa4_inductor.runtime import backward, launch, tile_map
 
@@ -64,34 +65,42 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *aux = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grads = torch.ops.fa4_inductor._backward(grad_out, grad_lse, q, k, v, out, lse, aux, *ctx.program)
+        learned = [slot for slot, needed in enumerate(ctx.needs_input_grad[6:]) if needed]
+        with torch.no_grad():
+            grads = torch.ops.fa4_inductor._backward(grad_out, grad_lse, q, k, v, out, lse, aux, *ctx.program)
+            if learned:
+                program, sizes, _ = ctx.program
+                rest = (out, lse, aux, launch.spec_of(program), k.shape[2], sizes)
+                grads = (*grads, *sink_gradients(learned, grad_out, grad_lse, *rest))
         if torch.is_grad_enabled():
-            grads = _OnlyOnce.apply(*grads, grad_out, q, k, v)
-        return *grads, None, None, None, *(None for _ in aux)
+            grads = _OnlyOnce.apply(len(grads), *grads, grad_out, q, k, v, *aux)
+        of_aux = dict(zip(learned, grads[3:], strict=True))
+        return *grads[:3], None, None, None, *(of_aux.get(slot) for slot in range(len(aux)))
 
 
 class _OnlyOnce(torch.autograd.Function):
-    """The gradients dq, dk and dv as they are, which refuse to be differentiated with respect to `sources`.
+    """The first `count` tensors as they are, which refuse to be differentiated with respect to the others.
 
     `torch.autograd.function.once_differentiable` returns constants where grad_out needs no gradient: a penalty on
     gradients would silently be none.
     """
 
     @staticmethod
-    def forward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError("fa4_inductor::attention has no second derivative")
 
 
-def _needs_grad(q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], implementation: str) -> bool:
+def _needs_grad(q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, implementation: str) -> bool:
     if not torch.is_grad_enabled():
         return False
-    if any(t.requires_grad for t in aux):
-        raise RuntimeError("fa4_inductor::attention has no gradient for captured tensors (aux): detach them")
-    needed = any(t.requires_grad for t in (q, k, v))
+    learned = {slot for slot, t in enumerate(aux) if t.requires_grad}
+    if learned - launch.spec_of(program).sink_slots:
+        raise RuntimeError("fa4_inductor::attention has no gradient for captured tensors beside sinks: detach them")
+    needed = bool(learned) or any(t.requires_grad for t in (q, k, v))
     if needed and implementation not in backward.IMPLEMENTATIONS:
         known = ", ".join(backward.IMPLEMENTATIONS)
         raise RuntimeError(f"fa4_inductor::attention by {implementation!r} has no backward: known are {known}")
@@ -101,7 +110,7 @@ def _needs_grad(q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], implemen
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], implementation: str
 ) -> Tensor:
-    if _needs_grad(q, k, v, aux, implementation):
+    if _needs_grad(q, k, v, aux, program, implementation):
         return _Attention.apply(q, k, v, program, sizes, implementation, *aux)[0]
     return torch.ops.fa4_inductor._forward_without_lse(q, k, v, aux, program, sizes, implementation)
 
@@ -109,7 +118,7 @@ def _attention(
 def _attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], implementation: str
 ) -> tuple[Tensor, Tensor]:
-    if _needs_grad(q, k, v, aux, implementation):
+    if _needs_grad(q, k, v, aux, program, implementation):
         return _Attention.apply(q, k, v, program, sizes, implementation, *aux)
     return torch.ops.fa4_inductor._forward(q, k, v, aux, program, sizes, implementation, True)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fa4_inductor.errors import ProgramError
-from fa4_inductor.spec.expr import TRUE, Expr, score
+from fa4_inductor.spec.expr import TRUE, Expr, score, walk
 from fa4_inductor.spec.ops import Kind
 
 _AUX_KINDS = {
@@ -93,6 +93,14 @@ class AttentionSpec:
     aux: tuple[AuxSpec, ...] = ()
     num_sizes: int = 0
     tile_map: TileMap | None = None
+
+    @property
+    def sink_slots(self) -> frozenset[int]:
+        """Aux slots that the sink reads and nothing else does: what learns there costs no work over the scores."""
+        if self.sink is None:
+            return frozenset()
+        elsewhere = {n.value for n in walk(self.score, self.keep) if n.op == "load"}
+        return frozenset(n.value for n in walk(self.sink) if n.op == "load") - elsewhere
 
     @property
     def text(self) -> str:

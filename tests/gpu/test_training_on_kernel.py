@@ -47,6 +47,7 @@ def relative(got: torch.Tensor, truth: torch.Tensor) -> float:
         ("gpt2", "eager"),
         ("bert", "eager"),
         ("bloom", "eager"),
+        ("gpt_oss", "eager"),
     ],
 )
 def test_gradients_lose_no_more_than_eager(name: str, attn: str) -> None:

@@ -12,7 +12,7 @@ from fa4_inductor import model_zoo
 
 from .helpers import counters, fused
 
-MODELS = ["llama", "gpt2", "bert", "gemma2", "t5"]
+MODELS = ["llama", "gpt2", "bert", "gemma2", "t5", "gpt_oss"]
 
 
 def trained(name: str, attn: str | None = None) -> model_zoo.Case:
@@ -49,7 +49,12 @@ def test_gradients_of_all_parameters(name: str, implementation: str) -> None:
     for parameter in want:  # a bias of the keys has gradient 0, of which rounding is left
         atol = 1e-4 * float(want[parameter].abs().max()) + 1e-7 * largest
         torch.testing.assert_close(got[parameter], want[parameter], rtol=1e-3, atol=atol)
-    # SDPA has no softcap, and T5 learns its biases: only its cross attention has none
-    left = {("gemma2", "auto"): case.sites, ("t5", "auto"): case.sites - 2, ("t5", "reference"): case.sites - 2}
+    # SDPA has no softcap and no sink, and T5 learns its biases: only its cross attention has none
+    left = {
+        ("gemma2", "auto"): case.sites,
+        ("gpt_oss", "auto"): case.sites,
+        ("t5", "auto"): case.sites - 2,
+        ("t5", "reference"): case.sites - 2,
+    }
     assert counters()["fused"] == case.sites - left.get((name, implementation), 0), counters()
     assert name != "t5" or counters()["declined.needs_grad"] == case.sites - 2, counters()

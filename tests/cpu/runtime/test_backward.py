@@ -1,5 +1,7 @@
 """The op's gradient: autograd, fakes, what is kept for it, and what it refuses."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -94,7 +96,49 @@ def test_a_second_derivative_is_refused():
         grad.square().sum().backward()
 
 
-def test_captured_tensors_have_no_gradient():
+_SINK_AUX = (AuxSpec("float32", 1), AuxSpec("bfloat16", 2))
+SINK = AttentionSpec(0.3, keep=parse_expr("kv_idx <= q_idx"), aux=_SINK_AUX)
+
+
+@pytest.mark.parametrize(
+    ("sink", "value"),
+    [
+        ("aux0[h]", lambda a, b: a.view(4, 1, 1)),
+        ("2.0 * tanh(aux0[h]) - aux1[b, q_idx]", lambda a, b: 2 * torch.tanh(a).view(4, 1, 1) - b[:, None, :, None]),
+        ("aux0[h // 2] * aux0[0]", lambda a, b: (a[torch.arange(4) // 2] * a[0]).view(4, 1, 1)),
+    ],
+)
+def test_gradients_of_sinks(sink, value):
+    q, k, v, _ = operands(torch.float32, 5, 5)
+    text = dataclasses.replace(SINK, sink=parse_expr(sink, _SINK_AUX)).text
+    aux = [torch.randn(4), torch.randn(2, 5, dtype=torch.bfloat16)]
+    learned = [a.requires_grad_() for i, a in enumerate(aux) if f"aux{i}" in sink]
+
+    def theirs():
+        scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 0.3
+        scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
+        column = value(aux[0], aux[1].float()).expand(2, 4, 5, 1)
+        p = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+        return p @ v.repeat_interleave(2, 1), torch.cat([scores, column], -1).logsumexp(-1)
+
+    ours = ATTENTION_WITH_LSE(q, k, v, aux, text, [], "reference")
+    wanted = [q, k, v, *learned]
+    losses = [(out * out).sum() + (lse * lse).sum() for out, lse in (ours, theirs())]
+    got, want = (torch.autograd.grad(loss, wanted) for loss in losses)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_a_second_derivative_of_a_sink_is_refused():
+    q, k, v, _ = operands(torch.float32, 5, 5)
+    text = dataclasses.replace(SINK, sink=parse_expr("aux0[h]", _SINK_AUX)).text
+    aux = [torch.randn(4).requires_grad_(), torch.randn(2, 5, dtype=torch.bfloat16)]
+    out = ATTENTION(q, k, v, aux, text, [], "reference")
+    (grad,) = torch.autograd.grad(out.sum(), aux[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.square().sum().backward()
+
+
+def test_other_captured_tensors_have_no_gradient():
     q, k, v, aux = operands()
     with pytest.raises(RuntimeError, match="captured tensors"):
         attention(q, k, v, [aux[0].requires_grad_()])
