@@ -190,3 +190,27 @@ def test_layers_share_one_map():
     calls = {e.key: e.count for e in trace.key_averages() if e.key.startswith("fa4_inductor::")}
     assert calls.get("fa4_inductor::tile_map") == 1, calls
     assert log.counters()["fused"] == 3
+
+
+def test_gradients_of_layers_with_a_map():
+    def layers(q, k, v, ids):
+        i = torch.arange(q.shape[2], device=q.device)
+        keep = (ids[:, None, :, None] == ids[:, None, None, :]) & (i[:, None] >= i[None])
+        for _ in range(2):
+            q = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+        return q
+
+    ids = torch.cumsum(torch.rand(2, 1024, device="cuda") < 0.005, 1)
+    operands = [torch.randn(2, 16, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+
+    def gradients(function, dtype):
+        q, k, v, weight = (t.to(dtype) for t in operands)
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        (function(*inputs, ids) * weight).sum().backward()
+        return [t.grad.float() for t in inputs]
+
+    exact, eager = gradients(layers, torch.float32), gradients(layers, torch.bfloat16)
+    compiled = torch.compile(layers, backend="fa4", options={"fa4.strict": True, "fa4.implementation": "cute"})
+    for got, want, rounded in zip(gradients(compiled, torch.bfloat16), exact, eager):
+        limit = 2 * (rounded - want).abs().max().item() + 1e-3 * want.abs().max().item()
+        assert (got - want).abs().max().item() <= limit
