@@ -25,7 +25,6 @@ from fa4_inductor.patterns import find_sites
 from fa4_inductor.patterns.match import AttentionMatch
 from fa4_inductor.rewrite import Splicer
 from fa4_inductor.runtime.direct import call_directly
-from fa4_inductor.runtime.memory_estimate import outputs_counted
 from fa4_inductor.settings import Settings, split_options
 
 _log = log.get_logger(__name__)
@@ -114,8 +113,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[st
     from torch._inductor.compile_fx import compile_fx
 
     call_directly()
-    with outputs_counted():
-        return compile_fx(gm, list(example_inputs), config_patches=patches or None)
+    return compile_fx(gm, list(example_inputs), config_patches=patches or None)
 
 
 def plan(gm: fx.GraphModule, settings: Settings, explaining: bool = False) -> list[ModulePlan]:
