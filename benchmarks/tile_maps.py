@@ -177,7 +177,7 @@ def measure(name: str, kind: str, head_dim: int, seqlen: int, args: argparse.Nam
     mask, batch = MASKS[name], max(1, TOKENS // seqlen)
     aux = mask.tensors[kind](batch, seqlen)
     runs, spec, difference = calls_of(mask, head_dim, aux, args.peers.split(","), parse_variants(args.variants)[1:])
-    times = time_interleaved({n: in_graph(run) for n, run in runs.items()}, args.rounds, args.budget_ms)
+    times = time_interleaved({n: in_graph([run]) for n, run in runs.items()}, args.rounds, args.budget_ms)
     us = {n: 1e3 * ms / CALLS_PER_GRAPH for n, ms in times.items()}
     kept, found = _kept_fraction(mask, aux), runs["map"]()
     visited = float(found[..., 0].sum()) / (found.shape[0] * found.shape[2] * (found.shape[3] - 2))
