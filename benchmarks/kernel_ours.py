@@ -24,9 +24,7 @@ from fa4_inductor.runtime.cache import KernelCache
 from fa4_inductor.runtime.key import CompileKey
 
 Overrides = dict[str, Any]
-# a kernel, its arguments, and what counts the query tiles of a tile map that it has dealt out
-KernelCall = tuple[Callable[..., Any], tuple[Any, ...], Tensor | None]
-_AUX = 7  # position of the aux tensors among the arguments
+KernelCall = tuple[Callable[..., Any], tuple[Any, ...]]
 GetKernel = Callable[[CompileKey, Any], Callable[..., Any]]
 
 
@@ -39,9 +37,7 @@ def ours(case: Case, operands: tuple[Tensor, ...], aux: tuple[Tensor, ...], over
     out = _run_op(case, operands, aux, overrides, prebuilt_kernel, calls)
 
     def run() -> Tensor:
-        for kernel, arguments, counter in calls:
-            if counter is not None:
-                counter.zero_()
+        for kernel, arguments in calls:
             kernel(*arguments)
         return out
 
@@ -74,13 +70,7 @@ def _run_op(
 
     def recorded(key: CompileKey, settings: Any) -> Callable[..., Any]:
         kernel = get_kernel(key, settings)
-
-        def call(*arguments: Any) -> Any:
-            counter = None if spec.tile_map is None else arguments[_AUX][-1]
-            calls.append((kernel, arguments, counter))
-            return kernel(*arguments)
-
-        return call
+        return lambda *arguments: (calls.append((kernel, arguments)), kernel(*arguments))
 
     strict = mock.patch.dict(os.environ, {"FA4_INDUCTOR_STRICT": "1"})
     with overridden(overrides), strict, mock.patch.object(compiler, "get_kernel", recorded):
@@ -106,7 +96,7 @@ def overridden(overrides: Overrides) -> Iterator[None]:
 def prebuilt_kernel(key: CompileKey, settings: Any) -> Callable[..., Any]:
     """The kernel from the folder that FA4_PREBUILT names, built into it if need be; without one, the runtime's."""
     folder = os.environ.get("FA4_PREBUILT", "")
-    return _built(Path(folder), key) if folder else compiler.get_kernel(key, settings)
+    return compiler.launchable(key, _built(Path(folder), key)) if folder else compiler.get_kernel(key, settings)
 
 
 def _built(folder: Path, key: CompileKey) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ class KernelConfig:
             another feeds the tensor cores (ping-pong).
         min_heads: heads (over all batches) whose query tiles are dealt out together, longest first, at least: more of
             them balance the CTAs better, fewer keep K and V in L2.
-        claim_tiles: deal query tiles out while the kernel runs, where a tile map makes their costs uneven.
+        claim_tiles: deal query tiles out while the kernel runs (kernels/cute/claims.py).
         optimistic_max: fix the softmax shift after the first tile and verify at the end; bf16 only.
         polynomial_exp2: of every 8 exponentials, how many take multiply-adds instead of the special function unit, for
             programs that need the unit for more and have bounded scores.
@@ -49,7 +49,7 @@ class KernelConfig:
     min_heads: int = 16
     optimistic_max: bool = True
     polynomial_exp2: int = 4
-    claim_tiles: bool = True
+    claim_tiles: bool = False
 
     def __post_init__(self) -> None:
         if self.num_consumers not in (1, 2, 3):

@@ -36,6 +36,7 @@ def select_config(
     windowed: bool = False,
     long_q: bool = False,
     dense_bytes: int = 0,
+    uneven: bool = False,
 ) -> KernelConfig | None:
     """Configuration for these head dims, or None where the kernel does not support them.
 
@@ -46,7 +47,22 @@ def select_config(
         windowed: whether the keys that a row keeps need not begin with the first.
         long_q: at least LONG_SEQLEN_Q query rows; every configuration is right for every length.
         dense_bytes: per score, of aux tiles loaded beside K. None is returned where no tile has room for them.
+        uneven: query tiles visit key tiles that a tile map lists.
     """
+    config = _of_table(head_dim, head_dim_v, masked, plain, num_aux, windowed, long_q, dense_bytes)
+    return config and dataclasses.replace(config, claim_tiles=uneven)
+
+
+def _of_table(
+    head_dim: int,
+    head_dim_v: int,
+    masked: bool,
+    plain: bool,
+    num_aux: int,
+    windowed: bool,
+    long_q: bool,
+    dense_bytes: int,
+) -> KernelConfig | None:
     if head_dim not in HEAD_DIMS or head_dim_v not in HEAD_DIMS:
         return None
     dims = padded_head_dim(head_dim), padded_head_dim(head_dim_v)

@@ -42,7 +42,7 @@ Kernel = Callable[..., Any]
 NEEDS = "nvidia-cutlass-dsl 4.8 and apache-tvm-ffi"
 _SYMBOL = "fa4_forward"
 _SPLIT, _TILE_MAP, _BACKWARD = "split", "tile_map", "backward"
-_CLAIM_COUNTER = ("int32", 1)  # the query tiles handed out so far, behind the aux tensors of a spec with a tile map
+_CLAIM_COUNTER = ("int32", 1)  # the query tiles dealt out so far, behind the aux tensors
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # CuTe-DSL keeps the module under construction in process-wide state: two threads compiling at once crash the process.
 _compile_lock = threading.Lock()
@@ -115,6 +115,7 @@ def _config(
     return select_config(
         head_dim, head_dim_v, not known.is_full, plain, len(spec.aux),
         windowed=known.kv_range[0] is not const(0), long_q=long_q, dense_bytes=dense_bytes(spec, loads),
+        uneven=spec.tile_map is not None,
     )  # fmt: skip
 
 
@@ -179,10 +180,27 @@ def get_kernel(key: CompileKey, settings: Settings) -> Kernel:
     if digest in _failures:
         raise KernelUnavailable(_failures[digest])
     try:
-        return kernel_cache(settings).get(digest, key.describe(), lambda: build(key))
+        kernel = kernel_cache(settings).get(digest, key.describe(), lambda: build(key))
     except KernelUnavailable as error:
         _failures[digest] = str(error)
         raise
+    return launchable(key, kernel)
+
+
+def launchable(key: CompileKey, kernel: Kernel) -> Kernel:
+    """A compiled forward kernel with the arguments that all of them have: one that deals its query tiles out gets its
+    counter here, anew at each launch, since launches may overlap."""
+    return functools.partial(_launch_claiming, kernel) if _claims_tiles(key) else kernel
+
+
+def _launch_claiming(kernel: Kernel, *arguments: Any) -> None:
+    *operands, aux, sizes = arguments
+    counter = operands[0].new_zeros((1,), dtype=torch.int32)
+    kernel(*operands, (*(aux or ()), counter), sizes)
+
+
+def _claims_tiles(key: CompileKey) -> bool:
+    return key.direction == "forward" and KernelConfig.parse(key.config).claim_tiles
 
 
 def has_failed(key: CompileKey) -> bool:
@@ -222,7 +240,7 @@ def _build(key: CompileKey) -> Kernel:
         module = load_program(spec, key)
         aux = tuple((a.dtype, a.ndim) for a in spec.aux)
         _log.debug("compiling %s", key)
-        if spec.tile_map is not None and key.direction != _BACKWARD:
+        if _claims_tiles(key):
             aux = (*aux, _CLAIM_COUNTER)
         if key.direction == _TILE_MAP:
             return build_tile_map(module, **json.loads(key.config), aux=aux, num_sizes=spec.num_sizes)

@@ -284,7 +284,7 @@ def _run_kernel(
     more: tuple[Any, ...],
 ) -> Outputs:
     """(out, lse), filled by the kernel on the current device. more: arguments of its own (kernels.cute.build)."""
-    passed = kernel_aux(aux, q.device, plan.bool_aux, plan.spec.tile_map is not None) if aux else None
+    passed = kernel_aux(aux, q.device, plan.bool_aux) if aux else None
     if plan.streamed and passed is not None:
         passed = regular_aux(plan.dense, plan.streamed, passed, plan.tables)
         if passed is None:

@@ -52,13 +52,9 @@ def _readable(t: Tensor) -> Tensor | None:
     return t if strides == t.stride() else t.as_strided(t.shape, strides, t.storage_offset())
 
 
-def kernel_aux(
-    aux: Sequence[Tensor], device: torch.device, any_bool: bool, with_counter: bool = False
-) -> tuple[Tensor, ...]:
-    """`aux` on the device, bool tensors as uint8 views. with_counter: and a number that the launch counts up from 0."""
+def kernel_aux(aux: Sequence[Tensor], device: torch.device, any_bool: bool) -> tuple[Tensor, ...]:
+    """`aux` on the device, bool tensors as uint8 views."""
     moved = [t if t.device == device else t.to(device) for t in aux]
-    if with_counter:
-        moved.append(torch.zeros((1,), dtype=torch.int32, device=device))
     return tuple([t.view(torch.uint8) if t.dtype is torch.bool else t for t in moved] if any_bool else moved)
 
 

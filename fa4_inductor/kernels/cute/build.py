@@ -15,7 +15,7 @@ Call signature of `compiled` (TVM-FFI; torch tensors are passed as they are):
     softmax_scale  float > 0 for PLAIN programs, any float otherwise
     aux     tuple of tensors of the dtypes and ranks given (bool tensors are passed as their uint8 view; any strides,
             naturally aligned; those of the program's DENSE slots obey the rules of q); None if there are none
-            a program that walks a tile map has one more at the end: int32 (1,), 0, which the launch counts up
+            with config.claim_tiles there is one more at the end: int32 (1,), 0, which the kernel counts up
     sizes   tuple of int (int32); None if there are none
 Not launched for B * Hq * Sq == 0 or Sk == 0: the host fills out and lse in those cases.
 """

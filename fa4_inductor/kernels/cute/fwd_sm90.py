@@ -108,7 +108,6 @@ class FwdSm90:
         masks = [t for i, t in enumerate(self.dense_types) if i not in self.program.dense_in_score]
         self.mask_bytes = config.tile_m * config.tile_n * sum(t.width // 8 for t in masks)
         self.threads = 128 * (config.num_consumers + 1)
-        self.claims_tiles = config.claim_tiles and self.program.tile_map is not None
         # fp16 P has 5 exponent bits, too few for a shift far from the maximum
         self.optimistic = config.optimistic_max and dtype is cutlass.BFloat16
         self.bounded = self.optimistic and self.program.bounded
@@ -151,7 +150,7 @@ class FwdSm90:
             "v_bars": bars,
             "verdict": cute.struct.MemRange[cutlass.Int64, 1],
             "redo": cute.struct.MemRange[cutlass.Int32, REDO_WORDS],
-            "claims": cute.struct.MemRange[cutlass.Int32, MAX_CLAIMS if self.claims_tiles else 0],
+            "claims": cute.struct.MemRange[cutlass.Int32, MAX_CLAIMS if self.config.claim_tiles else 0],
             "q": buffer(cute.cosize(layouts.q)),
             "k": buffer(cute.cosize(layouts.k)),
             "v": buffer(cute.cosize(layouts.v)),
@@ -205,7 +204,7 @@ class FwdSm90:
         section = ops.imin(section, num_bh)
         num_tiles = num_m * num_bh
         grid = ops.imin(num_tiles, Int32(self.num_sms))
-        most_rounds = cutlass.const_expr(MAX_CLAIMS if self.claims_tiles else MAX_ROUNDS)
+        most_rounds = cutlass.const_expr(MAX_CLAIMS if self.config.claim_tiles else MAX_ROUNDS)
         grid = ops.imax(grid, num_tiles // (most_rounds - 8) + 1)
         self.kernel(
             tma_q.atom,
@@ -293,7 +292,7 @@ class FwdSm90:
 
     def _order(self, aux: tuple | None, shape: tuple, storage) -> TileOrder:
         """How the query tiles are dealt out."""
-        if aux is None or not self.claims_tiles:
+        if aux is None or not self.config.claim_tiles:
             return TileOrder(*shape)
         return ClaimedOrder(shape, aux[-1], storage.claims.data_ptr())
 

@@ -10,7 +10,9 @@ from fa4_inductor import log
 from fa4_inductor.errors import KernelUnavailable
 from fa4_inductor.lowering.config_table import LONG_SEQLEN_Q
 from fa4_inductor.lowering.split_config import Variant
+from fa4_inductor.runtime import compile as compiler
 from fa4_inductor.runtime import launch, variants
+from fa4_inductor.runtime import target as targets
 from fa4_inductor.spec import AttentionSpec, AuxSpec, EmptyRow, parse_expr
 
 DEV = torch.device("cpu")
@@ -273,3 +275,25 @@ def test_kernels_of_few_rows_are_told_their_splits(monkeypatch, variant):
             assert workspace is None
         else:
             assert workspace.shape == (3 * 2 * 4 * 3 * 17,) and workspace.dtype is torch.float32
+
+
+def test_a_kernel_that_deals_out_its_tiles_gets_a_new_counter_at_each_launch():
+    hopper = targets.target_for("cuda", "sm_90a")
+    text = "fa4/1; aux=bool[2],int32[4]; sizes=0; scale=1.0; score=score; keep=aux0[b, kv_idx]; empty_row=zero"
+
+    def kernel_of(program):
+        key = compiler.forward_key(
+            program, torch.bfloat16, 64, 64, 1, False, hopper, variant=Variant.FORWARD, regular=True
+        )
+        recorder = Recorder()
+        return compiler.launchable(key, recorder), recorder
+
+    kernel, recorder = kernel_of(f"{text}; tile_map=aux1[128, 128]")
+    arguments = (*operands(), torch.zeros(1), None, None, 1.0, ("mask", "map"), None)
+    kernel(*arguments)
+    kernel(*arguments)
+    first, second = (call[7] for call in recorder.calls)
+    assert first[:2] == second[:2] == ("mask", "map") and len(first) == 3
+    assert first[2].tolist() == [0] and first[2].dtype is torch.int32 and first[2].data_ptr() != second[2].data_ptr()
+    plain, recorder = kernel_of(text)
+    assert plain is recorder
