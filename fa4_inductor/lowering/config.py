@@ -34,6 +34,8 @@ class KernelConfig:
         min_heads: heads (over all batches) whose query tiles are dealt out together, longest first, at least: more of
             them balance the CTAs better, fewer keep K and V in L2.
         claim_tiles: deal query tiles out while the kernel runs (kernels/cute/claims.py).
+        q_in_registers: keep Q in registers while a query tile runs, so that its place in shared memory is free for the
+            next one.
         optimistic_max: fix the softmax shift after the first tile and verify at the end; bf16 only.
         polynomial_exp2: of every 8 exponentials, how many take multiply-adds instead of the special function unit, for
             programs that need the unit for more and have bounded scores.
@@ -47,6 +49,7 @@ class KernelConfig:
     num_stages: int = 2
     order_warpgroups: bool = True
     min_heads: int = 16
+    q_in_registers: bool = False
     optimistic_max: bool = True
     polynomial_exp2: int = 4
     claim_tiles: bool = False

@@ -57,6 +57,7 @@ class SplitConfig:
     # One consumer warpgroup, which therefore takes no turns with others.
     num_consumers: ClassVar[int] = 1
     order_warpgroups: ClassVar[bool] = False
+    q_in_registers: ClassVar[bool] = False
 
     def fits(self, tile_d: int, tile_dv: int) -> bool:
         """Whether an SM has the shared memory, at padded head dims in a half type."""

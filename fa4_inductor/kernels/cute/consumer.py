@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_inductor.kernels.cute import fragment, ops
 from fa4_inductor.kernels.cute.dense import DenseRead
@@ -43,7 +43,11 @@ class Consumer(TraceObject):
         self.mma_qk, self.mma_pv = fwd.tiled_mma()
         qk, pv = self.mma_qk.get_slice(0), self.mma_pv.get_slice(0)
         config = fwd.config
-        self.q = qk.make_fragment_A(qk.partition_A(smem.q[None, None, wg]))
+        self.q_smem = smem.q[None, None, wg]
+        if config.q_in_registers:
+            self.q = qk.make_fragment_A(qk.partition_shape_A((64, fwd.tile_d)))
+        else:
+            self.q = qk.make_fragment_A(qk.partition_A(self.q_smem))
         self.k = qk.make_fragment_B(qk.partition_B(smem.k))
         self.v = pv.make_fragment_B(pv.partition_B(smem.v_transposed))
         self.s = cute.make_rmem_tensor(qk.partition_shape_C((64, config.tile_n)), Float32)
@@ -83,6 +87,18 @@ class Consumer(TraceObject):
         """One arrival per warp on an empty barrier."""
         if self.lane % 32 == 0:
             cute.arch.mbarrier_arrive(empty)
+
+    def load_query(self) -> None:
+        """Q from shared memory into registers, where the configuration wants it there."""
+        if self.fwd.config.q_in_registers:
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.fwd.dtype)
+            copy = cute.make_tiled_copy_A(atom, self.mma_qk)
+            thread = copy.get_slice(self.lane)
+            cute.copy(copy, thread.partition_S(self.q_smem), thread.retile(self.q))
+        if self.fwd.frees_q_early:
+            # every lane has read before lane 0 releases the buffer
+            cute.arch.sync_warp()
+            self.release(self.bars.q_empty)
 
     # -- the steps ------------------------------------------------------------------------------------------------
 
@@ -237,9 +253,10 @@ def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, order: cutlass
             consumer.o.fill(0.0)
             cute.arch.mbarrier_wait(consumer.bars.q_full, q_phase)
             q_phase = q_phase ^ 1
+            consumer.load_query()
             if keys.count > 0:
                 index, phase = consumer.tile(at, keys, fixed_shift, index, phase)
-            if cutlass.const_expr(not fwd.output_aliases_q):
+            if cutlass.const_expr(not (fwd.output_aliases_q or fwd.frees_q_early)):
                 consumer.release(consumer.bars.q_empty)
             consumer.softmax.reduce_sums()
             if cutlass.const_expr(redo.enabled):

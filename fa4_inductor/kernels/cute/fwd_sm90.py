@@ -101,6 +101,8 @@ class FwdSm90:
         if not plan.fits:
             raise ValueError(f"{config} needs more shared memory than an SM has at head dims {head_dim}, {head_dim_v}")
         self.output_aliases_q = plan.output_aliases_q
+        # Q's place in shared memory is free as soon as Q is in registers, if O does not go there
+        self.frees_q_early = config.q_in_registers and not plan.output_aliases_q
         size = dtype.width // 8
         self.q_bytes = config.tile_m * self.tile_d * size
         self.v_bytes = config.tile_n * self.tile_dv * size
@@ -113,8 +115,8 @@ class FwdSm90:
         self.bounded = self.optimistic and self.program.bounded
 
     def tiled_mma(self) -> tuple:
-        """wgmma of one warpgroup for Q K^T (both from shared memory) and for P V (P from registers)."""
-        return attention_mma(self.dtype, self.config.tile_n, self.tile_dv)
+        """wgmma of one warpgroup for Q K^T and for P V."""
+        return attention_mma(self.dtype, self.config.tile_n, self.tile_dv, self.config.q_in_registers)
 
     def layouts(self) -> SimpleNamespace:
         """Shared-memory layouts: q, o (64, D, warpgroup), k, v (tile_n, D, stage), dense tiles (64, tile_n, slab).

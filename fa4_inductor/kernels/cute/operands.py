@@ -29,10 +29,10 @@ def head_major(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 3, 1, 0]))
 
 
-def attention_mma(dtype, tile_n: int, tile_dv: int) -> tuple:
-    """wgmma of one warpgroup for Q K^T (both from shared memory) and for P V (P from registers)."""
-    major = OperandMajorMode
-    qk = hopper.make_trivial_tiled_mma(dtype, dtype, major.K, major.K, Float32, (1, 1, 1), (64, tile_n))
-    source = warpgroup.OperandSource.RMEM
-    pv = hopper.make_trivial_tiled_mma(dtype, dtype, major.K, major.MN, Float32, (1, 1, 1), (64, tile_dv), source)
+def attention_mma(dtype, tile_n: int, tile_dv: int, q_in_registers: bool = False) -> tuple:
+    """wgmma of one warpgroup for Q K^T (Q from shared memory or registers) and for P V (P from registers)."""
+    major, shared, registers = OperandMajorMode, warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+    q_source = registers if q_in_registers else shared
+    qk = hopper.make_trivial_tiled_mma(dtype, dtype, major.K, major.K, Float32, (1, 1, 1), (64, tile_n), q_source)
+    pv = hopper.make_trivial_tiled_mma(dtype, dtype, major.K, major.MN, Float32, (1, 1, 1), (64, tile_dv), registers)
     return qk, pv
