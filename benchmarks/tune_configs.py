@@ -82,7 +82,8 @@ def write(rows: dict[RowKey, dict[str, int | bool]], gpu: str) -> None:
     lines = []
     for (kind, d, dv), fields in rows.items():
         values = ", ".join(f'"{name}": {value!r}' for name, value in fields.items())
-        lines.append(f'    ("{kind}", {d}, {dv}): {{{values}}},')
+        line = f'    ("{kind}", {d}, {dv}): {{{values}}},'
+        lines.append(line if len(line) <= 120 else line.replace("{", "{\n        ").replace("}", ",\n    }"))
     date = datetime.date.today().isoformat()
     text = f'{head}GPU = "{gpu}"\nDATE = "{date}"\nROWS: dict[tuple[str, int, int], dict[str, int | bool]] = {{\n'
     PATH.write_text(text + "\n".join(lines) + "\n}\n")

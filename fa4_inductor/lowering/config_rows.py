@@ -12,7 +12,11 @@ ROWS: dict[tuple[str, int, int], dict[str, int | bool]] = {
     ("loads", 192, 128): {"num_consumers": 2, "tile_n": 128, "num_stages": 2, "order_warpgroups": False},
     ("loads", 192, 192): {"num_consumers": 2, "tile_n": 64, "num_stages": 2, "order_warpgroups": False},
     ("loads", 256, 256): {"num_consumers": 2, "tile_n": 64, "num_stages": 2, "order_warpgroups": False},
-    ("no loads", 64, 64): {"num_consumers": 2, "tile_n": 128, "num_stages": 4, "order_warpgroups": False},
-    ("no loads", 128, 128): {"num_consumers": 2, "tile_n": 128, "num_stages": 2, "order_warpgroups": False},
+    ("no loads", 64, 64): {
+        "num_consumers": 2, "tile_n": 128, "num_stages": 4, "order_warpgroups": False, "q_in_registers": True,
+    },
+    ("no loads", 128, 128): {
+        "num_consumers": 2, "tile_n": 128, "num_stages": 2, "order_warpgroups": False, "q_in_registers": True,
+    },
     ("lean", 64, 64): {"num_consumers": 3, "tile_n": 128, "num_stages": 2, "order_warpgroups": True},
 }

@@ -29,7 +29,6 @@ def padded_head_dim(head_dim: int) -> int:
 def select_config(
     head_dim: int,
     head_dim_v: int,
-    masked: bool,
     plain: bool = True,
     num_aux: int = 0,
     *,
@@ -42,7 +41,6 @@ def select_config(
 
     Args:
         head_dim, head_dim_v: of the user's tensors.
-        masked: whether the program has a keep expression that is not constant True.
         plain: whether its score is exactly `score`. num_aux: tensors it loads from.
         windowed: whether the keys that a row keeps need not begin with the first.
         long_q: at least LONG_SEQLEN_Q query rows; every configuration is right for every length.
@@ -67,8 +65,7 @@ def _of_table(
         return None
     dims = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     if num_aux == 0:
-        many_tiles = not masked or (long_q and not windowed)
-        if plain and many_tiles and ("lean", *dims) in _SM90:
+        if plain and long_q and not windowed and ("lean", *dims) in _SM90:
             return _SM90["lean", *dims]
         if ("no loads", *dims) in _SM90:
             return _SM90["no loads", *dims]
@@ -77,7 +74,9 @@ def _of_table(
 
 
 def _with_room(config: KernelConfig, dims: tuple[int, int], dense_bytes: int) -> KernelConfig | None:
-    """The configuration with fewer stages, then narrower tiles, until aux tiles fit beside K and V."""
+    """The configuration with fewer stages, then narrower tiles, until aux tiles fit beside K and V; registers are for
+    their elements, not for Q."""
+    config = dataclasses.replace(config, q_in_registers=False)
     for tile_n in (config.tile_n, config.tile_n // 2):
         for num_stages in range(config.num_stages, 1, -1):
             smaller = dataclasses.replace(config, tile_n=tile_n, num_stages=num_stages)

@@ -102,7 +102,7 @@ def supports_cute(spec: AttentionSpec, facts: AttentionFacts, operands: Operands
             DeclineReason.UNSUPPORTED_DTYPE, f"the kernel takes bfloat16 and float16, not {_name(operands.dtype)}"
         )
     head_dims = (operands.head_dim, operands.head_dim_v)
-    if not all(isinstance(d, int) for d in head_dims) or select_config(*head_dims, not facts.is_full) is None:
+    if not all(isinstance(d, int) for d in head_dims) or select_config(*head_dims) is None:
         known = ", ".join(map(str, HEAD_DIMS))
         return _no(DeclineReason.UNSUPPORTED_HEAD_DIM, f"head dims {head_dims}; the kernel has {known}")
     if operands.needs_grad and backward_tile_m(*head_dims) is None:

@@ -113,7 +113,7 @@ def _config(
 ) -> KernelConfig | None:
     known, plain = facts(spec), spec.score is score()
     return select_config(
-        head_dim, head_dim_v, not known.is_full, plain, len(spec.aux),
+        head_dim, head_dim_v, plain, len(spec.aux),
         windowed=known.kv_range[0] is not const(0), long_q=long_q, dense_bytes=dense_bytes(spec, loads),
         uneven=spec.tile_map is not None,
     )  # fmt: skip

@@ -29,7 +29,7 @@ def build(name: str, d: int, dv: int, options: str = "", **overrides):
     program = fixture_program(name)
     aux = getattr(program, "AUX", ())
     config = overrides.pop("config", None) or select_config(
-        d, dv, program.MASKED, program.PLAIN, len(aux), dense_bytes=dense_bytes(program)
+        d, dv, program.PLAIN, len(aux), dense_bytes=dense_bytes(program)
     )
     assert config is not None
     return build_forward(
@@ -80,16 +80,16 @@ def test_every_pair_of_head_dims_has_a_configuration():
 
     for d in HEAD_DIMS:
         for dv in HEAD_DIMS:
-            for masked in (False, True):
-                config = select_config(d, dv, masked)
+            for long_q in (False, True):
+                config = select_config(d, dv, long_q=long_q)
                 assert config is not None
                 FwdSm90(fixture_program("plain"), cutlass.BFloat16, d, dv, 1, config, 132)
-                assert select_config(d, dv, masked, False, 1, dense_bytes=2) is not None
+            assert select_config(d, dv, False, 1, dense_bytes=2) is not None
 
 
 @pytest.mark.parametrize("dims", [(72, 72), (64, 72), (512, 512)])
 def test_other_head_dims_have_none(dims):
-    assert select_config(*dims, False) is None
+    assert select_config(*dims) is None
 
 
 def test_a_configuration_beyond_shared_memory_is_refused():

@@ -70,15 +70,15 @@ def test_layouts_for_tma(strides, sizes, itemsize, good):
 def test_every_head_dim_has_room_for_a_bias():
     for d in HEAD_DIMS:
         for size in (1, 2, 4):
-            config = select_config(d, d, True, False, 1, dense_bytes=size)
+            config = select_config(d, d, False, 1, dense_bytes=size)
             padded = 96 if d == 80 else d
             assert config is not None and config.smem(padded, padded, size).fits
-    assert select_config(256, 256, True, False, 1, dense_bytes=16) is None
+    assert select_config(256, 256, False, 1, dense_bytes=16) is None
 
 
-def test_only_long_causal_masks_take_wide_query_tiles():
+def test_only_long_queries_without_a_window_take_wide_query_tiles():
     def consumers(**facts: bool) -> int:
-        config = select_config(64, 64, True, **facts)
+        config = select_config(64, 64, **facts)
         assert config is not None
         return config.num_consumers
 
@@ -86,5 +86,5 @@ def test_only_long_causal_masks_take_wide_query_tiles():
 
 
 def test_a_configuration_survives_its_text():
-    config = select_config(128, 128, False)
+    config = select_config(128, 128)
     assert config is not None and type(config).parse(config.text) == config
