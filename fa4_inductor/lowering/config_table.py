@@ -47,14 +47,13 @@ def select_config(
         dense_bytes: per score, of aux tiles loaded beside K. None is returned where no tile has room for them.
         uneven: query tiles visit key tiles that a tile map lists.
     """
-    config = _of_table(head_dim, head_dim_v, masked, plain, num_aux, windowed, long_q, dense_bytes)
+    config = _of_table(head_dim, head_dim_v, plain, num_aux, windowed, long_q, dense_bytes)
     return config and dataclasses.replace(config, claim_tiles=uneven)
 
 
 def _of_table(
     head_dim: int,
     head_dim_v: int,
-    masked: bool,
     plain: bool,
     num_aux: int,
     windowed: bool,
