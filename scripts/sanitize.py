@@ -1,4 +1,4 @@
-"""A reduced sweep of the forward kernel under compute-sanitizer, on a machine with a Hopper GPU.
+"""A reduced sweep of the kernels under compute-sanitizer, on a machine with a Hopper GPU.
 
     python scripts/sanitize.py [--tools memcheck,racecheck] [--log-dir DIR]
 
@@ -39,7 +39,12 @@ def jobs() -> list[tuple[Any, ...]]:
         ("tma_bias", "bfloat16", 64, 64, 1, True, ()),
         ("sink_window", "bfloat16", 128, 128, 4, True, ()),
     ]
-    return plain
+    few_rows: list[tuple[Any, ...]] = [
+        ("plain", "bfloat16", 128, 128, 4, True, (("split", True),)),
+        ("cache_positions", "bfloat16", 64, 64, 2, True, (("split", True),)),
+        ("padding_causal", "float16", 64, 64, 3, True, (("split", False),)),
+    ]
+    return plain + few_rows
 
 
 def sanitizer() -> str | None:
@@ -64,8 +69,7 @@ def sweep(per_job: int, seed: int) -> int:
         config = prebuilt.resolve_config(name, d, dv, overrides)
         compiled = prebuilt.forward(name, dtype, d, dv, group, need_lse, config)
         for _ in range(per_job):
-            x = cases.random_inputs(name, rng, dtype, (d, dv), group)
-            problem = cases.check(name, x, *cases.launch(compiled, cases.load_program(name), x, need_lse))
+            x, problem = cases.random_problem(compiled, config, name, rng, dtype, (d, dv), group, need_lse)
             checked += 1
             wrong += bool(problem)
             if problem:

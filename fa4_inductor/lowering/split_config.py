@@ -21,9 +21,9 @@ _BARRIER_BYTES = 1024
 _MAX_STAGES = 6
 _FORWARD_TILE_M = 128
 MAX_SPLITS = 256
-_SHORT_SEQLEN_K = 256  # up to here a CTA of the split kernel is done before one of the forward kernel is under way
-_CTA_COST, _MERGE_COST = 2.0, 2.0
-_MAX_MERGED_ROWS = 1024  # the merge has a CTA for each, and is no longer small beside what it merges
+_SHORT_KEYS = 32768  # elements of K and V of a head; below, a forward kernel's CTA takes longer to get under way
+_CTA_COST, _MERGE_COST, _SHARED = 2.0, 2.0, 0.5
+_MERGED_ROWS = 512  # for so many rows more, the merge costs one unit more
 
 
 class Variant(enum.Enum):
@@ -77,22 +77,38 @@ class SplitConfig:
         return cls(**json.loads(text))
 
 
-def select_split_config(head_dim: int, head_dim_v: int, split: bool) -> SplitConfig | None:
+def select_split_config(head_dim: int, head_dim_v: int, split: bool, simple: bool = False) -> SplitConfig | None:
     """Configuration for these head dims, or None where the kernel does not support them.
 
     As many stages as fit, because bytes in flight are what hides the latency of memory: 100 KiB of K and V per SM and
-    more. Two CTAs per SM overlap the softmax of one with the matrix products of the other; behind head_dim_v 128 the
-    accumulator leaves no registers for a second.
+    more. Measured on an NVIDIA H200 on 2026-11-30 (docs/engineering-log.md).
+
+    Args:
+        simple: plain scores and no mask, which leave registers for wider tiles.
     """
     if head_dim not in HEAD_DIMS or head_dim_v not in HEAD_DIMS:
         return None
     dims = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
-    for ctas_per_sm in (2, 1) if dims[1] <= 128 else (1,):
+    for tile_n, ctas_per_sm in _shapes(dims, split, simple):
         for num_stages in range(_MAX_STAGES, 1, -1):
-            config = SplitConfig(split, num_stages=num_stages, ctas_per_sm=ctas_per_sm)
+            config = SplitConfig(split, tile_n, num_stages, ctas_per_sm)
             if config.fits(*dims):
                 return config
     return None
+
+
+def _shapes(dims: tuple[int, int], split: bool, simple: bool) -> tuple[tuple[int, int], ...]:
+    """(tile_n, ctas_per_sm) in order of preference.
+
+    Two CTAs per SM overlap the softmax of one with the matrix products of the other; behind head_dim_v 128 the
+    accumulator leaves no registers for a second. Splits fill the SMs once, so at large head dims one CTA does better
+    with all of the shared memory.
+    """
+    if dims[1] > 128 or (split and sum(dims) > 192):
+        return ((64, 1),)
+    if simple and not split and dims == (64, 64):
+        return (128, 2), (64, 2)
+    return (64, 2), (64, 1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -108,8 +124,8 @@ def choose_variant(
 ) -> tuple[Variant, int]:
     """The kernel for these shapes, and its splits (1 unless it is SPLIT).
 
-    The forward kernel's tiles have 128 query rows of one head: it is left alone where they fill the GPU. Where not,
-    smaller tiles run on more SMs, and with very few rows each row's keys do.
+    The forward kernel's tiles have 128 query rows of one head: it is left alone where half of them would not find an SM
+    each. Where they would, smaller tiles run on more SMs, and with very few rows each row's keys do.
 
     Args:
         dense: there are aux tiles that the forward kernel loads by TMA and the split kernel by element.
@@ -119,31 +135,33 @@ def choose_variant(
     if config is None or not target.is_hopper or not (batch and heads and kv_heads):
         return forward, 1
     rows = seqlen_q * (heads // kv_heads)
-    if rows > TILE_M and batch * heads * -(-seqlen_q // _FORWARD_TILE_M) >= target.sm_count:
+    if rows > TILE_M and 2 * batch * heads * -(-seqlen_q // _FORWARD_TILE_M) > target.sm_count:
         return forward, 1
-    splits = 1
-    if batch * heads * seqlen_q <= _MAX_MERGED_ROWS:
-        splits = plan_splits(batch * kv_heads * -(-rows // TILE_M), seqlen_k, target.sm_count, config)
-    if rows > TILE_M and (dense or splits == 1 and seqlen_k > _SHORT_SEQLEN_K):
+    blocks, merged = batch * kv_heads * -(-rows // TILE_M), batch * heads * seqlen_q
+    splits = plan_splits(blocks, merged, seqlen_k, target.sm_count, config)
+    if rows > TILE_M and (dense or splits == 1 and seqlen_k * sum(head_dims) >= _SHORT_KEYS):
         return Variant.NARROW, 1
     return (Variant.SPLIT, splits) if splits > 1 else (Variant.DIRECT, 1)
 
 
-def plan_splits(blocks: int, seqlen_k: int, num_sms: int, config: SplitConfig) -> int:
+def plan_splits(blocks: int, rows: int, seqlen_k: int, num_sms: int, config: SplitConfig) -> int:
     """Splits per block of query rows: those of the shortest estimated time, the fewest of them where several are.
 
     In units of the time an SM takes for one key tile while all others stream too: a CTA costs `_CTA_COST` besides its
-    tiles, a merge `_MERGE_COST`. CTAs that share an SM share its time. All of K counts: the host does not know what a
-    mask leaves of it.
+    tiles, a merge `_MERGE_COST` and its rows. CTAs that share an SM share its time, and hide a little of each other's.
+    All of K counts: the host does not know what a mask leaves of it.
 
     Args:
-        blocks: batch * kv heads * tiles of packed rows.
+        blocks: batch * kv heads * tiles of packed rows. rows: batch * query heads * seqlen_q.
     """
     tiles = max(1, -(-seqlen_k // config.tile_n))
 
     def cost(splits: int) -> float:
-        waves = -(-blocks * splits // num_sms)
-        return waves * (-(-tiles // splits) + _CTA_COST) + (_MERGE_COST if splits > 1 else 0.0)
+        per_sm = -(-blocks * splits // num_sms)
+        rounds = -(-per_sm // config.ctas_per_sm)
+        shared = _SHARED if per_sm > 1 and config.ctas_per_sm > 1 else 0.0
+        merge = _MERGE_COST + rows / _MERGED_ROWS if splits > 1 else 0.0
+        return per_sm * -(-tiles // splits) + rounds * _CTA_COST + merge - shared
 
     return min(range(1, min(tiles, MAX_SPLITS) + 1), key=lambda splits: (cost(splits), splits))
 

@@ -82,7 +82,8 @@ def forward_key(
     loads: tuple[Expr, ...] = ()
     config: KernelConfig | SplitConfig | None
     if variant in SPLIT_VARIANTS:
-        config = select_split_config(head_dim, head_dim_v, variant is Variant.SPLIT)
+        simple = spec.score is score() and facts(spec).is_full
+        config = select_split_config(head_dim, head_dim_v, variant is Variant.SPLIT, simple)
     else:
         long_q = variant is Variant.LONG
         config, loads = forward_config(spec, head_dim, head_dim_v, long_q=long_q, regular=regular)

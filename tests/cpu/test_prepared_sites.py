@@ -28,13 +28,11 @@ def two_layers(q, k, v, table, documents):
     return q
 
 
-def test_both_layers_read_one_table_and_one_narrowed_tensor():
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 4, 12, 8) for _ in range(3))
-    table, documents = torch.randn(8, 4), torch.arange(12)[None].expand(2, -1) // 5
-    calls = []
+def spliced(function, *inputs) -> list[tuple]:
+    """Arguments of the attention ops of the compiled function, whose result is compared with the function's own."""
+    calls: list[tuple] = []
 
-    def backend(gm, inputs):
+    def backend(gm, _):
         splicer = Splicer(gm.graph)
         for site in find_sites(gm):
             assert isinstance(site, AttentionMatch), site
@@ -48,11 +46,39 @@ def test_both_layers_read_one_table_and_one_narrowed_tensor():
         gm.recompile()
         return gm.forward
 
+    torch._dynamo.reset()
     with torch.no_grad():
-        got = torch.compile(two_layers, backend=backend)(q, k, v, table, documents)
-        torch.testing.assert_close(got, two_layers(q, k, v, table, documents))
+        torch.testing.assert_close(torch.compile(function, backend=backend)(*inputs), function(*inputs))
+    return calls
+
+
+def kinds(call: tuple) -> list[tuple[str, int]]:
+    """Dtype and rank of the op's aux tensors."""
+    return sorted((str(a.meta["example_value"].dtype), a.meta["example_value"].dim()) for a in call[3])
+
+
+def test_both_layers_read_one_table_and_one_narrowed_tensor():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 12, 8) for _ in range(3))
+    table, documents = torch.randn(8, 4), torch.arange(12)[None].expand(2, -1) // 5
+    calls = spliced(two_layers, q, k, v, table, documents)
     assert len(calls) == 2 and calls[0][3] == calls[1][3]
     for call in calls:
-        kinds = sorted((str(a.meta["example_value"].dtype), a.meta["example_value"].dim()) for a in call[3])
-        assert kinds == [("torch.float32", 4), ("torch.int32", 2)]
+        assert kinds(call) == [("torch.float32", 4), ("torch.int32", 2)]
         assert "log" not in call[4]
+
+
+def test_both_layers_read_one_mask_and_one_pair_of_its_bounds():
+    """A decode step with a static cache: the valid slots are in a mask."""
+
+    def layers(q, k, v, mask):
+        for _ in range(2):
+            q = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return q
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, length, 8) for length in (1, 12, 12))
+    mask = (torch.arange(12) < torch.tensor([[5], [12]]))[:, None, None]
+    calls = spliced(layers, q, k, v, mask)
+    assert len(calls) == 2 and calls[0][3] == calls[1][3]
+    assert kinds(calls[0]) == [("torch.bool", 2), ("torch.int32", 2)]

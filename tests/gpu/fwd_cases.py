@@ -267,3 +267,15 @@ def check(name: str, x: Inputs, out: torch.Tensor, lse: torch.Tensor | None, gua
         if worst > tolerance:
             return f"LSE error {worst:.3e}"
     return ""
+
+
+def random_problem(
+    compiled: Any, config: Any, name: str, rng: random.Random, dtype: str, dims: tuple[int, int], group: int,
+    need_lse: bool,
+) -> tuple[Inputs, str]:  # fmt: skip
+    """Launch a kernel of this configuration on random inputs; returns them and, if the result is wrong, how."""
+    few = isinstance(config, SplitConfig)
+    x = random_inputs(name, rng, dtype, dims, group, decode=few)
+    more = split_arguments(config, x, rng.choice([1, 2, 3, 7, 33, 256])) if few else ()
+    wrong = check(name, x, *launch(compiled, load_program(name), x, need_lse, *more))
+    return x, f"{wrong} with {more[1]} splits" if wrong and more else wrong

@@ -67,13 +67,10 @@ def run_job(job: Job, count: int, seed: int) -> tuple[Job, int, list[str], float
     import prebuilt
     import torch
 
-    from fa4_inductor.lowering.split_config import SplitConfig
-
     name, dtype, d, dv, group, need_lse, overrides = job
     torch.backends.cuda.matmul.allow_tf32 = False
     rng = random.Random(f"{seed} {job}")
     torch.manual_seed(rng.randrange(1 << 30))
-    program = cases.load_program(name)
     failures: list[str] = []
     started = time.time()
     try:
@@ -81,14 +78,9 @@ def run_job(job: Job, count: int, seed: int) -> tuple[Job, int, list[str], float
         compiled = prebuilt.forward(name, dtype, d, dv, group, need_lse, config)
         built = time.time() - started
         for _ in range(count):
-            few = isinstance(config, SplitConfig)
-            x = cases.random_inputs(name, rng, dtype, (d, dv), group, decode=few)
-            more = cases.split_arguments(config, x, rng.choice([1, 2, 3, 7, 33, 256])) if few else ()
-            out, lse, guard = cases.launch(compiled, program, x, need_lse, *more)
-            wrong = cases.check(name, x, out, lse, guard)
+            x, wrong = cases.random_problem(compiled, config, name, rng, dtype, (d, dv), group, need_lse)
             if wrong:
                 shapes = f"q{tuple(x.q.shape)} k{tuple(x.k.shape)} sizes{x.sizes} strides{x.q.stride()} {x.k.stride()}"
-                shapes += f" splits {more[1]}" if more else ""
                 failures.append(f"{wrong} at {shapes}")
     except Exception:
         return job, count, [traceback.format_exc()[-1500:]], time.time() - started

@@ -153,12 +153,12 @@ def test_cuda_graph_capture_and_replay():
     assert log.counters()["kernel_compiles"] == compiled
 
 
-def test_one_kernel_serves_all_lengths_and_batches():
-    check(*qkv(d=128, dv=128), [], CAUSAL)
+def test_few_kernels_serve_all_lengths_and_batches():
+    """By the shapes of a launch: one query row, short sequences, sequences of few heads, and all others."""
     before = log.counters()["kernel_compiles"]
-    for b, sq, sk in ((1, 1, 513), (3, 64, 64), (2, 300, 17), (5, 129, 1024)):
+    for b, sq, sk in ((1, 1, 513), (3, 64, 64), (2, 300, 17), (5, 129, 1024), (20, 200, 300), (1, 1, 700)):
         check(*qkv(b=b, sq=sq, sk=sk, d=128, dv=128), [], CAUSAL)
-    assert log.counters()["kernel_compiles"] == before
+    assert log.counters()["kernel_compiles"] - before <= 4
 
 
 _PROCESS = """

@@ -13,7 +13,7 @@ from fa4_inductor.kernels.cute.static import TraceObject
 THREADS = 128
 MAX_SPLITS = 256
 _WARP = 32
-_IN_FLIGHT = 16  # loads per thread that wait for memory together
+_IN_FLIGHT = 4  # loads per thread that wait for memory together; more would cost CTAs per SM
 
 
 def settle(program: Program, ctx: ProgramContext, b, h, q_idx, lse_log2: Float32) -> tuple[Float32, Float32, Boolean]:
@@ -155,12 +155,8 @@ class Combine(TraceObject):
         }
         return cute.struct(Storage)
 
-    def weights(self, storage, packed: Int32, tid: Int32) -> tuple[Float32, Int32]:
-        """Share of each split in the row, into shared memory.
-
-        Returns:
-            The row's base-2 LSE over all splits, and a split that has a share (any, if none has).
-        """
+    def weights(self, storage, packed: Int32, tid: Int32) -> Float32:
+        """Share of each split in the row, into shared memory; returns the row's base-2 LSE over all splits."""
         workspace, weight = self.workspace, cute.make_tensor(storage.weight.data_ptr(), cute.make_layout(MAX_SPLITS))
         lane = tid % _WARP
         found = []
@@ -179,54 +175,52 @@ class Combine(TraceObject):
             total = total + x
         total = cute.arch.warp_reduction(total, lambda a, b: a + b)
         scale = ops.select(total == 0.0, Float32(0.0), ops.rcp(total))
-        written = Int32(MAX_SPLITS - 1)
         for i, share in enumerate(shares):
             # every warp writes the same numbers
             weight[lane + i * _WARP] = share * scale
-            written = ops.imin(written, ops.select(share * scale > 0.0, lane + i * _WARP, MAX_SPLITS - 1))
-        written = ops.imin(cute.arch.warp_reduction(written, ops.imin), workspace.num_splits - 1)
-        return ops.select(total == 0.0, -Float32.inf, base + ops.log2(total)), written
+        return ops.select(total == 0.0, -Float32.inf, base + ops.log2(total))
 
-    def _add(
-        self, acc: cute.Tensor, weight: cute.Tensor, slots: cute.Tensor, first: Int32, written: Int32, packed: Int32,
-        column: Int32,
-    ) -> None:  # fmt: skip
-        """acc += share * part over the next splits of this group.
+    def _load(self, slots: cute.Tensor, first: Int32, packed: Int32, column: Int32) -> None:
+        """O of the next splits of this group, on its way to the thread's slots in shared memory: ptxas would not keep
+        as many in registers."""
+        for i in range(_IN_FLIGHT):
+            split = ops.imin(first + i * self.lanes, self.workspace.num_splits - 1)
+            cute.copy(self.load, self.workspace.columns(split, self.bh, packed, column, 4), slots[None, i])
+        cute.arch.cp_async_commit_group()
 
-        Their loads go to the thread's slots in shared memory, because ptxas does not keep many in registers. Instead of
-        a split without a share, whose O may never have been written, one that was is read.
-        """
-        shares = []
+    def _add(self, acc: cute.Tensor, weight: cute.Tensor, slots: cute.Tensor, first: Int32) -> None:
+        """acc += share * O of these splits. The O of a split without a share may never have been written."""
+        cute.arch.cp_async_wait_group(0)
         for i in range(_IN_FLIGHT):
             split = first + i * self.lanes
             share = ops.select(split < MAX_SPLITS, weight[ops.imin(split, MAX_SPLITS - 1)], 0.0)
-            split = ops.select(share > 0.0, split, written)
-            cute.copy(self.load, self.workspace.columns(split, self.bh, packed, column, 4), slots[None, i])
-            shares.append(share)
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-        for i, share in enumerate(shares):
             part = cute.make_rmem_tensor((4,), Float32)
             cute.autovec_copy(slots[None, i], part)
             for c in range(4):
-                acc[c] = ops.fma(part[c], share, acc[c])
+                acc[c] = ops.select(share > 0.0, ops.fma(part[c], share, acc[c]), acc[c])
 
     @cute.jit
     def __call__(self, packed: Int32, tid: Int32):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
-        lse_log2, written = self.weights(storage, packed, tid)
-        cute.arch.sync_threads()
         weight = cute.make_tensor(storage.weight.data_ptr(), cute.make_layout(MAX_SPLITS))
         sums = cute.make_tensor(storage.sums.data_ptr(), cute.make_layout(self.lanes * self.fwd.head_dim_v))
-        column, group = tid % self.vectors * 4, tid // self.vectors
         slots = cute.make_tensor(
             (storage.slots.data_ptr() + 4 * tid).align(16), cute.make_layout((4, _IN_FLIGHT), stride=(1, 4 * THREADS))
         )
-        acc = cute.make_rmem_tensor((4,), Float32)
-        acc.fill(0.0)
+        column, group = tid % self.vectors * 4, tid // self.vectors
         if group < self.lanes:
-            for first in cutlass.range(group, self.workspace.num_splits, self.lanes * _IN_FLIGHT, unroll=1):
-                self._add(acc, weight, slots, first, written, packed, column)
+            # while the shares are not known yet
+            self._load(slots, group, packed, column)
+        lse_log2 = self.weights(storage, packed, tid)
+        cute.arch.sync_threads()
+        if group < self.lanes:
+            acc = cute.make_rmem_tensor((4,), Float32)
+            acc.fill(0.0)
+            step = cutlass.const_expr(self.lanes * _IN_FLIGHT)
+            self._add(acc, weight, slots, group)
+            for first in cutlass.range(group + step, self.workspace.num_splits, step, unroll=1):
+                self._load(slots, first, packed, column)
+                self._add(acc, weight, slots, first)
             for c in cutlass.range_constexpr(4):
                 sums[group * self.fwd.head_dim_v + column + c] = acc[c]
         cute.arch.sync_threads()
@@ -237,9 +231,8 @@ class Combine(TraceObject):
             for g in range(self.lanes):
                 low = low + sums[g * self.fwd.head_dim_v + 2 * tid]
                 high = high + sums[g * self.fwd.head_dim_v + 2 * tid + 1]
-            low, high = (ops.select(empty, 0.0, x * factor) for x in (low, high))
-            low = self.results.value(low, empty, self.rows.b, h, 2 * tid)
-            high = self.results.value(high, empty, self.rows.b, h, 2 * tid + 1)
+            low = self.results.value(low * factor, empty, self.rows.b, h, 2 * tid)
+            high = self.results.value(high * factor, empty, self.rows.b, h, 2 * tid + 1)
             self.results.store_pair(self.rows.b, h, q_idx, 2 * tid, low, high)
         if tid == 0:
             self.results.store_lse(self.rows.b, h, q_idx, lse)

@@ -31,6 +31,16 @@ from fa4_inductor.kernels.cute.split_consumer import SplitConsumer
 _CONSUMER_WARPS = 4
 
 
+def _follow() -> None:
+    """Programmatic dependent launch: the next kernel may start, and this one goes on when those before it are done.
+
+    What comes before this call overlaps with the kernel before; nothing in it may touch global memory. A kernel that
+    was started early has to make the same call before it reads what this one writes.
+    """
+    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
+
+
 class SplitSm90:
     """Split-KV attention for one static configuration; call it inside cute.compile (see build.py for the arguments).
 
@@ -112,6 +122,7 @@ class SplitSm90:
             grid=[num_m * num_splits * num_bh, 1, 1],
             block=[32 * (_CONSUMER_WARPS + 1), 1, 1],
             stream=stream,
+            use_pdl=True,
             min_blocks_per_mp=self.config.ctas_per_sm,
             preferred_smem_carveout=100,  # percent; without it the DSL asks the driver of this machine
         )  # fmt: skip
@@ -155,8 +166,7 @@ class SplitSm90:
                 bars.initialize(_CONSUMER_WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if cutlass.const_expr(config.split):
-            cute.arch.griddepcontrol_launch_dependents()
+        _follow()
         ctx = ProgramContext(aux, sizes, q.shape[2], seqlen_k, softmax_scale)
         cta, _, _ = cute.arch.block_idx()
         m_tile, rest = cta % num_m, cta // num_m
@@ -204,7 +214,7 @@ class SplitSm90:
     def combine(
         self, out, lse, v_mean, softmax_scale: Float32, aux, sizes, workspace, num_splits: Int32, seqlen_k: Int32
     ):
-        cute.arch.griddepcontrol_wait()
+        _follow()
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctx = ProgramContext(aux, sizes, out.shape[2], seqlen_k, softmax_scale)

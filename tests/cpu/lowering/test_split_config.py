@@ -27,9 +27,11 @@ def choose(batch: int, heads: int, kv_heads: int, sq: int, sk: int, d: int = 128
 def test_every_pair_of_head_dims_has_a_configuration():
     for d in HEAD_DIMS:
         for dv in HEAD_DIMS:
-            config = select_split_config(d, dv, True)
-            assert config is not None and config.num_stages >= 2
-            assert SplitConfig.parse(config.text) == config
+            for split in (False, True):
+                for simple in (False, True):
+                    config = select_split_config(d, dv, split, simple)
+                    assert config is not None and config.num_stages >= 2
+                    assert SplitConfig.parse(config.text) == config
     assert select_split_config(72, 72, True) is None
 
 
@@ -38,17 +40,24 @@ def test_one_sequence_is_split_over_the_whole_gpu():
     assert variant is Variant.SPLIT and 0.95 * SMS < 8 * splits <= SMS
 
 
+def test_small_head_dims_take_two_ctas_per_sm():
+    variant, splits = choose(1, 32, 8, 1, 32768, d=64)
+    assert variant is Variant.SPLIT and 1.9 * SMS < 8 * splits <= 2 * SMS
+
+
 def test_a_full_gpu_needs_no_splits():
     assert choose(64, 32, 8, 1, 4096) == choose(16, 32, 8, 1, 4096) == (Variant.DIRECT, 1)
 
 
-def test_many_rows_are_not_merged():
-    assert choose(1, 8, 8, 512, 4096) == choose(1, 8, 8, 512, 512) == (Variant.NARROW, 1)
+def test_many_rows_are_merged_for_many_keys_alone():
+    assert choose(1, 8, 8, 512, 512) == (Variant.NARROW, 1)
+    assert choose(1, 32, 8, 64, 32768)[0] is Variant.SPLIT
 
 
 def test_short_sequences_of_few_heads():
-    assert choose(1, 8, 8, 200, 200) == (Variant.DIRECT, 1)
-    assert choose(8, 12, 12, 200, 200) == (Variant.FORWARD, 1)
+    assert choose(1, 8, 8, 100, 100) == choose(1, 8, 8, 200, 200, d=64) == (Variant.DIRECT, 1)
+    assert choose(1, 8, 8, 200, 200) == (Variant.NARROW, 1)
+    assert choose(8, 12, 12, 200, 200) == choose(1, 32, 8, 512, 32768) == (Variant.FORWARD, 1)
 
 
 def test_a_short_cache_is_not_split_finer_than_its_tiles():
@@ -81,7 +90,7 @@ def test_empty_shapes(shape):
 def test_splits_are_within_bounds_and_never_slower_than_none(blocks, seqlen_k):
     config = select_split_config(128, 128, True)
     assert config is not None
-    splits = plan_splits(blocks, seqlen_k, SMS, config)
+    splits = plan_splits(blocks, blocks * 4, seqlen_k, SMS, config)
     assert 1 <= splits <= min(MAX_SPLITS, -(-seqlen_k // config.tile_n))
     tiles = -(-seqlen_k // config.tile_n)
     waves = lambda n: math.ceil(blocks * n / SMS) * math.ceil(tiles / n)
