@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,6 +100,7 @@ def prebuilt_kernel(key: CompileKey, settings: Any) -> Callable[..., Any]:
     return compiler.launchable(key, _built(Path(folder), key)) if folder else compiler.get_kernel(key, settings)
 
 
+@functools.cache
 def _built(folder: Path, key: CompileKey) -> Callable[..., Any]:
     """The object files do not depend on the Python that wrote them, so the toolchain is left out of their names."""
     portable = dataclasses.replace(key, toolchain=())
