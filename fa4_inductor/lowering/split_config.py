@@ -24,6 +24,8 @@ MAX_SPLITS = 256
 _SHORT_KEYS = 32768  # elements of K and V of a head; below, a forward kernel's CTA takes longer to get under way
 _CTA_COST, _MERGE_COST, _SHARED = 2.0, 2.0, 0.5
 _MERGED_ROWS = 512  # for so many rows more, the merge costs one unit more
+_PARTIAL_ROWS = 4096  # so many rows of partial results take one unit to write and read
+_MAX_PARTIAL_ROWS = 1 << 20  # a workspace of 1 GiB at head_dim_v 256; the kernel counts its elements in int32
 
 
 class Variant(enum.Enum):
@@ -160,10 +162,11 @@ def plan_splits(blocks: int, rows: int, seqlen_k: int, num_sms: int, config: Spl
         per_sm = -(-blocks * splits // num_sms)
         rounds = -(-per_sm // config.ctas_per_sm)
         shared = _SHARED if per_sm > 1 and config.ctas_per_sm > 1 else 0.0
-        merge = _MERGE_COST + rows / _MERGED_ROWS if splits > 1 else 0.0
+        merge = _MERGE_COST + rows / _MERGED_ROWS + rows * splits / _PARTIAL_ROWS if splits > 1 else 0.0
         return per_sm * -(-tiles // splits) + rounds * _CTA_COST + merge - shared
 
-    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=lambda splits: (cost(splits), splits))
+    most = max(1, min(tiles, MAX_SPLITS, _MAX_PARTIAL_ROWS // max(rows, 1)))
+    return min(range(1, most + 1), key=lambda splits: (cost(splits), splits))
 
 
 def workspace_size(num_splits: int, rows: int, head_dim_v: int) -> int:

@@ -97,5 +97,13 @@ def test_splits_are_within_bounds_and_never_slower_than_none(blocks, seqlen_k):
     assert waves(splits) <= waves(1)
 
 
+@pytest.mark.parametrize("batch", [1, 7, 100, 140, 1000, 20000])
+@pytest.mark.parametrize("seqlen_q", [1, 3, 16])
+def test_workspaces_stay_small(batch, seqlen_q):
+    for seqlen_k in (4096, 131072, 1 << 21):
+        _, splits = choose(batch, 16, 8, seqlen_q, seqlen_k, d=256)
+        assert splits == 1 or workspace_size(splits, batch * 16 * seqlen_q, 256) <= 1 << 29
+
+
 def test_workspace():
     assert workspace_size(3, 10, 128) == 3 * 10 * 129
