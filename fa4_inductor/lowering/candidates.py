@@ -46,9 +46,7 @@ def candidates(
     return found
 
 
-def _with_stages(
-    config: KernelConfig, dims: tuple[int, int], dense_bytes: int, may_alias: bool
-) -> KernelConfig | None:
+def _with_stages(config: KernelConfig, dims: tuple[int, int], dense_bytes: int, may_alias: bool) -> KernelConfig | None:
     """`config` with as many stages as fit, of 2 to _MAX_STAGES. may_alias: O need not have a buffer of its own."""
     for count in range(_MAX_STAGES, 1, -1):
         fitting = dataclasses.replace(config, num_stages=count)
