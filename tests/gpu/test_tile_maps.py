@@ -192,6 +192,25 @@ def test_layers_share_one_map():
     assert log.counters()["fused"] == 3
 
 
+def test_cuda_graphs_follow_the_mask():
+    def layers(q, k, v, ids):
+        i = torch.arange(q.shape[2], device=q.device)
+        keep = (ids[:, None, :, None] == ids[:, None, None, :]) & (i[:, None] >= i[None])
+        for _ in range(2):
+            q = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+        return q
+
+    q, k, v = (torch.randn(2, 16, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ids = torch.zeros(2, 1024, device="cuda", dtype=torch.int64)
+    with torch.no_grad():
+        compiled = torch.compile(layers, backend="fa4", mode="reduce-overhead")
+        for _ in range(6):
+            ids.copy_(torch.cumsum(torch.rand(2, 1024, device="cuda") < 0.01, 1))
+            torch.compiler.cudagraph_mark_step_begin()
+            out = compiled(q, k, v, ids).float()
+            torch.testing.assert_close(out, layers(q, k, v, ids).float(), rtol=0, atol=2e-2)
+
+
 def test_gradients_of_layers_with_a_map():
     def layers(q, k, v, ids):
         i = torch.arange(q.shape[2], device=q.device)
