@@ -200,12 +200,12 @@ def test_cuda_graphs_follow_the_mask():
             q = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
         return q
 
-    q, k, v = (torch.randn(2, 16, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    ids = torch.zeros(2, 1024, device="cuda", dtype=torch.int64)
+    q, k, v = (torch.randn(2, 16, 2048, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ids = torch.zeros(2, 2048, device="cuda", dtype=torch.int64)
     with torch.no_grad():
         compiled = torch.compile(layers, backend="fa4", mode="reduce-overhead")
         for _ in range(6):
-            ids.copy_(torch.cumsum(torch.rand(2, 1024, device="cuda") < 0.01, 1))
+            ids.copy_(torch.cumsum(torch.rand(2, 2048, device="cuda") < 0.01, 1))
             torch.compiler.cudagraph_mark_step_begin()
             out = compiled(q, k, v, ids).float()
             torch.testing.assert_close(out, layers(q, k, v, ids).float(), rtol=0, atol=2e-2)
@@ -219,8 +219,8 @@ def test_gradients_of_layers_with_a_map():
             q = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
         return q
 
-    ids = torch.cumsum(torch.rand(2, 1024, device="cuda") < 0.005, 1)
-    operands = [torch.randn(2, 16, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    ids = torch.cumsum(torch.rand(2, 2048, device="cuda") < 0.005, 1)
+    operands = [torch.randn(2, 16, 2048, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
 
     def gradients(function, dtype):
         q, k, v, weight = (t.to(dtype) for t in operands)
