@@ -15,8 +15,9 @@ from fa4_inductor.spec.expr import score
 from fa4_inductor.spec.simplify import drop_unused_aux, drop_unused_sizes
 
 MAP_AUX = AuxSpec("int32", 4)
-# A map costs the GPU a few microseconds and the host a call (docs/engineering-log.md): with less work than this, about
-# 50 us of attention over all keys, it would be more than a few percent of the one call that it is certain to serve.
+# A map takes the GPU 2.4-5.8 us and the host a call, the counter of its kernel about 2 us (H200, 2026-11-30,
+# docs/engineering-log.md): with less work than this, about 40 us of attention over all keys, that may be more than the
+# one call that it is certain to serve can gain. At four times this work 23 % were gained.
 _MIN_FLOPS = 1 << 34
 # Fewer tiles of 128 query rows than a GPU has multiprocessors go to kernels with other tiles (lowering.split_config).
 _MIN_QUERY_TILES = 132
