@@ -59,11 +59,9 @@ def figures(name: str) -> dict[str, float | None]:
     scores = KernelConfig.parse(key.config).tile_n // 2  # that one thread has of a tile
     loops = sass.mma_loops(code)
     inner = [loop for loop in loops if loop["HGMMA"] == loops[0]["HGMMA"]][:2]
-    masked_only = "documents" in program  # documents: no tile is known to be full
     per_score = [round(loop.total() / scores, 2) for loop in inner]
     return {
-        "full": None if masked_only else per_score[0],
-        "masked": per_score[0] if masked_only else per_score[1] if len(per_score) > 1 else None,
+        "full": per_score[0], "masked": per_score[1] if len(per_score) > 1 else None,
         "hgmma": inner[0]["HGMMA"], "r2ur": inner[0]["R2UR"], "fmnmx": inner[0]["FMNMX"], "spills": sass.spills(code),
     }  # fmt: skip
 
