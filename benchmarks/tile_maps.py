@@ -232,17 +232,18 @@ def main() -> None:
             continue
         results.append(measure(name, kind, d, seqlen, args))
         print(row_of(results[-1]), flush=True)
-    if not results:
-        return
-    columns = list(row_of(results[0]))
-    table = results_io.markdown_table([row_of(r) for r in results], columns)
+        write(results, args.results)  # an interrupted run keeps what it has
+
+
+def write(results: list[dict[str, Any]], folder: Path) -> Path:
+    rows = [row_of(r) for r in results]
     note = (
         f"bf16, {HEADS} heads, {TOKENS} tokens in all; us of one call, TFLOP/s over kept scores in brackets. "
         "`visited`: part of the tiles that the map lists; `plain rate`: speed over these tiles relative to our plain "
         "kernel's."
     )
-    facts = results_io.provenance("cuda")
-    print("written to", results_io.write("tile_maps", facts, results, [note, table], args.results))
+    tables = [note, results_io.markdown_table(rows, list(rows[0]))]
+    return results_io.write("tile_maps", results_io.provenance("cuda"), results, tables, folder)
 
 
 def row_of(result: dict[str, Any]) -> dict[str, str]:
