@@ -32,7 +32,7 @@ from torch import Tensor
 from fa4_inductor.kernels.graph_aux import eager_aux
 from fa4_inductor.kernels.reference import attention_reference
 from fa4_inductor.kernels.reference_backward import backward_reference
-from fa4_inductor.lowering.backward_config import backward_tile_m
+from fa4_inductor.lowering.backward_config import HEAD_DIMS
 from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.runtime.ops import ATTENTION
 
@@ -45,7 +45,7 @@ def cases_of(programs: Sequence[str]) -> list[Case]:
     """Plain attention as in the forward suite, or these programs at B2 H16 S8192."""
     if programs:
         return [Case(name, d, 8192, 16, 16, 2) for d in (128, 64) for name in programs]
-    return [case for case in forward_cases() if backward_tile_m(case.head_dim, case.dv) is not None]
+    return [case for case in forward_cases() if (case.head_dim, case.dv) in HEAD_DIMS]
 
 
 def forward_of(name: str, case: Case, operands: tuple[Tensor, ...], aux: tuple[Tensor, ...]) -> Tensor:

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-_TILE_M = {(64, 64): 64, (128, 128): 64}
+import torch
+
+from fa4_inductor.lowering.derive import score_derivative
+from fa4_inductor.spec.attention import AttentionSpec
+from fa4_inductor.spec.expr import const
+
+HEAD_DIMS = ((64, 64), (128, 128))
+"""Pairs (head_dim, head_dim_v) that the kernel has."""
 
 
-def backward_tile_m(head_dim: int, head_dim_v: int) -> int | None:
-    """Query rows per tile for these head dims; None where the kernel does not have them."""
-    return _TILE_M.get((head_dim, head_dim_v))
+def keeps_half_p(spec: AttentionSpec, dtype: torch.dtype) -> bool:
+    """Whether P in bf16 stands for P * score' in dS: half the registers, where score' is 1."""
+    return dtype is torch.bfloat16 and score_derivative(spec.score) is const(1.0)
+
+
+def backward_tile_m(head_dim: int, head_dim_v: int, spec: AttentionSpec, dtype: torch.dtype) -> int | None:
+    """Query rows per tile; None for head dims that the kernel does not have.
+
+    128 rows need the registers that P in half precision leaves free: without, ptxas waits for every wgmma.
+    """
+    if (head_dim, head_dim_v) not in HEAD_DIMS:
+        return None
+    return 128 if head_dim == 64 and keeps_half_p(spec, dtype) else 64

@@ -11,7 +11,7 @@ import torch
 from fa4_inductor.analysis.empty import Lengths
 from fa4_inductor.analysis.facts import AttentionFacts
 from fa4_inductor.errors import Declined, DeclineReason
-from fa4_inductor.lowering.backward_config import backward_tile_m
+from fa4_inductor.lowering import backward_config
 from fa4_inductor.lowering.config_table import HEAD_DIMS, select_config
 from fa4_inductor.lowering.emit_expr import INT_LIMIT
 from fa4_inductor.runtime.target import Target
@@ -105,7 +105,7 @@ def supports_cute(spec: AttentionSpec, facts: AttentionFacts, operands: Operands
     if not all(isinstance(d, int) for d in head_dims) or select_config(*head_dims) is None:
         known = ", ".join(map(str, HEAD_DIMS))
         return _no(DeclineReason.UNSUPPORTED_HEAD_DIM, f"head dims {head_dims}; the kernel has {known}")
-    if operands.needs_grad and backward_tile_m(*head_dims) is None:
+    if operands.needs_grad and head_dims not in backward_config.HEAD_DIMS:
         return _no(DeclineReason.NEEDS_GRAD, f"the backward kernel does not have head dims {head_dims}")
     for slot, aux in enumerate(spec.aux):
         if aux.dtype not in _CUTE_AUX or aux.ndim > _MAX_AUX_RANK:

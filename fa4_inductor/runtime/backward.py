@@ -81,7 +81,8 @@ def _by_reference(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) 
 def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     q, k, v = forward.q, forward.k, forward.v
     (batch, heads, seqlen_q, head_dim), head_dim_v = q.shape, v.shape[3]
-    tile_m = backward_tile_m(head_dim, head_dim_v)
+    spec = spec_of(forward.program)
+    tile_m = backward_tile_m(head_dim, head_dim_v, spec, q.dtype)
     group = heads // max(k.shape[1], 1)
     if tile_m is None or not (batch and heads and seqlen_q and k.shape[2]):
         return _by_reference(forward, grad_out, grad_lse)
@@ -90,7 +91,6 @@ def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> 
     kernel = _kernel(forward.program, *dtype_dims, grad_lse is not None, q.device, deterministic)
     if kernel is None:
         return _by_reference(forward, grad_out, grad_lse)
-    spec = spec_of(forward.program)
     grads = _empty_like(q, batch), _empty_like(k, batch), _empty_like(v, batch)
     tiles = batch * heads * -(-seqlen_q // tile_m)
     stats = q.new_empty((2 * tiles, tile_m), dtype=torch.float32)

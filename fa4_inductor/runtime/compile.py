@@ -158,7 +158,7 @@ def backward_key(
     """
     if not target.is_hopper:
         raise KernelUnavailable(f"the CuTe-DSL kernel is written for sm_90a, this is {target.arch} ({target.name})")
-    tile_m = backward_tile_m(head_dim, head_dim_v)
+    tile_m = backward_tile_m(head_dim, head_dim_v, parse_spec(program), dtype)
     if dtype not in _DTYPES or tile_m is None:
         raise KernelUnavailable(f"the backward kernel has no configuration for {dtype}, {head_dim}, {head_dim_v}")
     config, sizes = json.dumps({"tile_m": tile_m, "deterministic": deterministic}), (head_dim, head_dim_v, group)

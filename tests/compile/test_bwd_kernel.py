@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import sass
+import torch
 
 from fa4_inductor.analysis import facts
 from fa4_inductor.kernels.cute.bwd_build import build_backward
@@ -45,7 +46,8 @@ def kernels(name: str, head_dim: int, folder: Path, **options) -> list[list[tupl
     module_spec.loader.exec_module(module)
     compiled = build_backward(
         module, "bfloat16", head_dim, head_dim, 1, aux=tuple((a.dtype, a.ndim) for a in spec.aux),
-        tile_m=backward_tile_m(head_dim, head_dim), options=f"--keep-cubin --dump-dir={folder}", **options,
+        tile_m=backward_tile_m(head_dim, head_dim, spec, torch.bfloat16),
+        options=f"--keep-cubin --dump-dir={folder}", **options,
     )  # fmt: skip
     result: list[list[tuple[int, str]]] = []
     for address, text in sass.disassemble(compiled.artifacts.CUBIN, folder):
@@ -63,12 +65,16 @@ def test_machine_code(name, head_dim, spills, tmp_path):
     code = kernels(name, head_dim, tmp_path)
     assert len(code) == 3
     assert sum(map(sass.spills, code)) <= spills
-    loop = max((sass.mma_loops(c) for c in code), key=len)[0]
-    # five products of 64 x 64 x head_dim (dQ: half of 64 x 128 x head_dim), one group each, and one wait after each
-    products = {128: 8 + 8 + 4 + 4 + 8, 64: 4 + 4 + 4 + 4 + 8}[head_dim]
-    assert loop["HGMMA"] == products
-    assert loop["WARPGROUP"] <= 10, "ptxas has serialised the wgmma"
-    assert loop["REDG"] == head_dim // 16
+    main = max(code, key=len)
+    # S, dP and their like for 64 keys; dQ is over 128 keys for half of the tile
+    products = {("plain", 64): 4 + 4 + 8 + 8 + 8, ("softcap", 64): 4 + 4 + 4 + 4 + 8}.get(
+        (name, head_dim), 8 + 8 + 4 + 4 + 8
+    )
+    opcodes = Counter(sass.opcode(text) for _, text in main)
+    assert opcodes["HGMMA"] == products
+    assert opcodes["WARPGROUP"] <= 10, "ptxas has serialised the wgmma"
+    rows = 128 if (name, head_dim) == ("plain", 64) else 64
+    assert opcodes["REDG"] == rows * head_dim // 256 // 4
 
 
 def test_a_gradient_of_the_lse_compiles(tmp_path):
