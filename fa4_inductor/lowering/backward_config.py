@@ -8,6 +8,7 @@ from fa4_inductor.lowering.derive import score_derivative
 from fa4_inductor.spec.attention import AttentionSpec
 from fa4_inductor.spec.expr import const
 
+KEYS_PER_TILE = 128
 HEAD_DIMS = ((64, 64), (128, 128))
 """Pairs (head_dim, head_dim_v) that the kernel has."""
 

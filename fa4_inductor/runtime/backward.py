@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fa4_inductor import log
 from fa4_inductor.errors import KernelUnavailable
-from fa4_inductor.lowering.backward_config import backward_tile_m
+from fa4_inductor.lowering.backward_config import KEYS_PER_TILE, backward_tile_m
 from fa4_inductor.runtime.launch import spec_of
 from fa4_inductor.runtime.operands import aligned, kernel_aux
 from fa4_inductor.settings import Settings
@@ -91,7 +91,8 @@ def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> 
     kernel = _kernel(forward.program, *dtype_dims, grad_lse is not None, q.device, deterministic)
     if kernel is None:
         return _by_reference(forward, grad_out, grad_lse)
-    grads = _empty_like(q, batch), _empty_like(k, batch), _empty_like(v, batch)
+    splits = _head_splits(batch * k.shape[1] * -(-k.shape[2] // KEYS_PER_TILE), group, q.device)
+    grads = _empty_like(q, batch), _empty_like(k, batch, splits), _empty_like(v, batch, splits)
     tiles = batch * heads * -(-seqlen_q // tile_m)
     stats = q.new_empty((2 * tiles, tile_m), dtype=torch.float32)
     accumulator = q.new_empty((tiles, tile_m * head_dim), dtype=torch.float32)
@@ -102,22 +103,36 @@ def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> 
     sizes = tuple(forward.sizes) or None
     with torch.cuda.device(q.device):
         kernel(*operands, forward.lse, grad_lse, *grads, stats, accumulator, turns, spec.softmax_scale, aux, sizes)
-    dq, dk, dv = grads
-    dv = _with_mean_rows(spec, dv, grad_out, forward.lse)
-    return dq, _summed(dk, k), _summed(dv, v)
+    dq, dk, dv = grads[0], _summed(grads[1], k), _summed(grads[2], v)
+    return dq, dk, _with_mean_rows(spec, dv, grad_out, forward.lse)
 
 
-def _empty_like(t: Tensor, batch: int) -> Tensor:
-    """(batch, H, S, D) with BSHD memory."""
+def _head_splits(ctas: int, group: int, device: torch.device) -> int:
+    """Into how many CTAs the query heads of a key head are split, where there are too few for the GPU."""
+    splits, wanted = 1, 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    while splits * ctas < wanted and group % (2 * splits) == 0:
+        splits *= 2
+    return splits
+
+
+def _empty_like(t: Tensor, batch: int, splits: int = 1) -> Tensor:
+    """(batch, H * splits, S, D) with BSHD memory."""
     _, heads, seqlen, head_dim = t.shape
-    return t.new_empty((batch, seqlen, heads, head_dim)).transpose(1, 2)
+    return t.new_empty((batch, seqlen, heads * splits, head_dim)).transpose(1, 2)
 
 
 def _summed(gradient: Tensor, operand: Tensor) -> Tensor:
-    """The gradient of an operand that the whole batch may share."""
-    if gradient.shape[0] == operand.shape[0]:
+    """The gradient of an operand from those of its splits, and of the batch entries that may share it."""
+    batch, heads = operand.shape[:2]
+    if gradient.shape[:2] == (batch, heads):
         return gradient
-    return gradient.transpose(1, 2).sum(0, keepdim=True).transpose(1, 2)
+    shares = gradient.transpose(1, 2).unflatten(2, (heads, -1))
+    return (
+        shares.sum((0, 3) if batch != gradient.shape[0] else 3, dtype=torch.float32)
+        .to(operand.dtype)
+        .reshape(batch, gradient.shape[2], heads, gradient.shape[3])
+        .transpose(1, 2)
+    )
 
 
 def _with_mean_rows(spec: AttentionSpec, dv: Tensor, grad_out: Tensor, lse: Tensor) -> Tensor:

@@ -123,6 +123,11 @@ def test_shapes(shape, dtype):
     check("plain", shape, 128, dtype)
 
 
+@pytest.mark.parametrize("shape", [(1, 16, 2, 300, 300), (1, 12, 4, 200, 200), (2, 6, 1, 130, 260)])
+def test_query_heads_of_few_key_heads_are_split(shape):
+    check("causal", shape, 128)
+
+
 def test_gradients_of_the_log_sum_exp():
     check("softcap", (2, 4, 2, 130, 130), grad_lse=True)
 

@@ -8,7 +8,9 @@ One compiled function serves every batch size, every number of heads with that g
 Call signature of `compiled`, as that of the forward (build.py), whose rules for q hold for out, do, dq, dk and dv:
     out     (B, Hq, Sq, Dv), what the forward gave; do (B, Hq, Sq, Dv), its gradient
     lse     (B, Hq, Sq) float32, natural log, any strides; grad_lse the same, None iff not built with it
-    dq      (B, Hq, Sq, D), dk (B, Hkv, Sk, D), dv (B, Hkv, Sk, Dv): written
+    dq      (B, Hq, Sq, D): written
+    dk, dv  (B, Hkv * splits, Sk, D or Dv): written; each of `splits` heads in a row, a divisor of the group, has the
+            gradient through its share of the query heads of one key head
     stats        (B * Hq * num_m * 2, tile_m) float32, contiguous, and
     accumulator  (B * Hq * num_m, tile_m * D) float32, contiguous: scratch, where num_m = ceil(Sq / tile_m)
     turns        (B * Hq * num_m, 2) int32, contiguous: scratch of a deterministic kernel, None for others

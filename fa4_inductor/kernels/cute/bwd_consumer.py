@@ -218,12 +218,12 @@ class BwdConsumer(TraceObject):
         warpgroup.wait_group(0)
         self.release(bars.q_empty + index)
 
-    def store(self, gradient: cute.Tensor, target: cute.Tensor, factor, n: Int32, kv_head: Int32, b: Int32) -> None:
-        """64 rows of dK or dV, times `factor`, to `target` (B, Hkv, Sk, D)."""
+    def store(self, gradient: cute.Tensor, target: cute.Tensor, factor, n: Int32, head: Int32, b: Int32) -> None:
+        """64 rows of dK or dV, times `factor`, to `target` (B, H, Sk, D)."""
         values = fragment.flat(gradient)
         first = n * self.bwd.tile_n + self.wg * 64 + fragment.thread_row(self.lane)
         for r in range(fragment.ROWS):
-            self._store_row(values, target, factor, first + 8 * r, r, kv_head, b)
+            self._store_row(values, target, factor, first + 8 * r, r, head, b)
 
     @cute.jit
     def _store_row(
@@ -233,11 +233,11 @@ class BwdConsumer(TraceObject):
         factor,
         key: Int32,
         r: cutlass.Constexpr,
-        kv_head: Int32,
+        head: Int32,
         b: Int32,
     ):
         if key < self.ctx.seqlen_k:
-            address = target[b, kv_head, key, None].iterator.toint() + cutlass.Int64(4 * (self.lane % 4))
+            address = target[b, head, key, None].iterator.toint() + cutlass.Int64(4 * (self.lane % 4))
             for j in cutlass.range_constexpr(cute.size(values) // 4):
                 low, high = values[4 * j + 2 * r] * factor, values[4 * j + 2 * r + 1] * factor
                 ops.vector_at(address + 16 * j, Int32, 1)[0] = ops.pack_half2(low, high, self.bwd.dtype)
@@ -251,19 +251,23 @@ def consume(
     dk: cute.Tensor,
     dv: cute.Tensor,
     n: Int32,
-    kv_head: Int32,
+    heads: cutlass.Constexpr,
+    slot_of_heads: Int32,
     b: Int32,
     num_m: Int32,
     num_heads: Int32,
 ):
-    """Main loop of a consumer warpgroup, over the same query tiles as the producer."""
+    """Main loop of a consumer warpgroup, over the same query tiles as the producer.
+
+    slot_of_heads: head of dK and dV to write (`HeadShare`).
+    """
     bwd, ctx = consumer.bwd, consumer.ctx
     consumer.dk.fill(0.0)
     consumer.dv.fill(0.0)
     cute.arch.mbarrier_wait(consumer.bars.kv_full, 0)
     index, phase, slot = Int32(0), Int32(0), Int32(0)
-    for g in cutlass.range(bwd.group, unroll=1):
-        h = kv_head * bwd.group + g
+    for g in cutlass.range(heads.count, unroll=1):
+        h = heads.first + g
         at = KeyCoordinates(bwd, ctx, n, h, b, consumer.wg, consumer.lane)
         tiles = QueryTiles(bwd.program, ctx, b, h, n, bwd.tile_m, bwd.tile_n)
         for m in cutlass.range(tiles.first, tiles.end, unroll=1):
@@ -271,5 +275,5 @@ def consume(
             consumer.step(at, m, row, (index, phase, slot), tiles.full(m), (accumulator, turns))
             index, phase = advance(index, phase, bwd.num_stages)
             slot = slot ^ 1
-    consumer.store(consumer.dk, dk, ctx.softmax_scale, n, kv_head, b)
-    consumer.store(consumer.dv, dv, Float32(1.0), n, kv_head, b)
+    consumer.store(consumer.dk, dk, ctx.softmax_scale, n, slot_of_heads, b)
+    consumer.store(consumer.dv, dv, Float32(1.0), n, slot_of_heads, b)

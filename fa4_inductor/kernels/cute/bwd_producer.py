@@ -77,21 +77,21 @@ def produce(
     bars: cutlass.Constexpr,
     loads: cutlass.Constexpr,
     n: Int32,
-    kv_head: Int32,
+    heads: cutlass.Constexpr,
     b: Int32,
     num_m: Int32,
     num_heads: Int32,
 ):
-    """Main loop of the producer warp: all query tiles of all query heads of this key head that see the key tile."""
-    load_k, load_v = loads.keys(kv_head, b)
+    """Main loop of the producer warp: all query tiles of the CTA's query heads that see the key tile."""
+    load_k, load_v = loads.keys(heads.kv_head, b)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(bars.kv_full, bwd.k_bytes + bwd.v_bytes)
     for w in cutlass.range_constexpr(2):
         load_k(2 * n + w, w, bars.kv_full)
         load_v(2 * n + w, w, bars.kv_full)
     index, phase = Int32(0), Int32(0)
-    for g in cutlass.range(bwd.group, unroll=1):
-        h = kv_head * bwd.group + g
+    for g in cutlass.range(heads.count, unroll=1):
+        h = heads.first + g
         load_q, load_do = loads.queries(h, b)
         tiles = QueryTiles(bwd.program, ctx, b, h, n, bwd.tile_m, bwd.tile_n)
         for m in cutlass.range(tiles.first, tiles.end, unroll=1):

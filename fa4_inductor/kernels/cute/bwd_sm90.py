@@ -1,8 +1,9 @@
 """BwdSm90: the sm_90a backward attention kernel (one producer warp with TMA, two consumer warpgroups with wgmma).
 
-One CTA per key tile and key head walks the query tiles that see it, for all query heads of the group; dK and dV stay in
-registers, dQ is added up in global memory in fp32. P is recomputed from the LSE (FlashAttention-2, arXiv 2307.08691;
-the transposed products are those of FlashAttention-3, arXiv 2407.08608). `bwd_build.build_backward` compiles it.
+One CTA per key tile and key head walks the query tiles that see it, for all query heads of the group (or a share of
+them, for few key heads). dK and dV stay in registers, dQ is added up in global memory in fp32. P is recomputed from the
+LSE (FlashAttention-2, arXiv 2307.08691); the transposed products are those of FlashAttention-3 (arXiv 2407.08608).
+`bwd_build.build_backward` compiles it.
 """
 
 from types import ModuleType, SimpleNamespace
@@ -16,6 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from fa4_inductor.kernels.cute.bwd_consumer import BwdConsumer, consume
 from fa4_inductor.kernels.cute.bwd_producer import BwdBarriers, BwdLoads, produce
 from fa4_inductor.kernels.cute.bwd_rows import THREADS, QueryGradient, RowStatistics
+from fa4_inductor.kernels.cute.bwd_tiles import HeadShare
 from fa4_inductor.kernels.cute.operands import head_major, slab_layout, transposed_stages
 from fa4_inductor.kernels.cute.program import Program, ProgramContext
 
@@ -117,7 +119,7 @@ class BwdSm90:
         stream,
     ):
         batch, num_heads, seqlen_q = q.shape[0], q.shape[1], q.shape[2]
-        seqlen_k, num_kv_heads = k.shape[2], dk.shape[1]
+        seqlen_k, num_slots = k.shape[2], dk.shape[1]
         num_m = (seqlen_q + self.tile_m - 1) // self.tile_m
         num_n = (seqlen_k + self.tile_n - 1) // self.tile_n
         rows = [num_m, num_heads, batch]
@@ -154,8 +156,9 @@ class BwdSm90:
             sizes,
             num_m,
             num_heads,
+            num_slots // k.shape[1],
             *lengths,
-        ).launch(grid=[num_n, num_kv_heads, batch], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=[num_n, num_slots, batch], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
         self.after(accumulator, dq, softmax_scale, num_m, num_heads, seqlen_q).launch(
             grid=rows, block=[THREADS, 1, 1], stream=stream
         )
@@ -216,6 +219,7 @@ class BwdSm90:
         sizes,
         num_m: Int32,
         num_heads: Int32,
+        splits: Int32,
         seqlen_q: Int32,
         seqlen_k: Int32,
     ):
@@ -232,18 +236,19 @@ class BwdSm90:
         cute.arch.sync_threads()
         smem = self._smem_tensors(storage)
         ctx = ProgramContext(aux, sizes, seqlen_q, seqlen_k, softmax_scale)
-        n, kv_head, b = cute.arch.block_idx()
+        n, slot, b = cute.arch.block_idx()
+        heads = HeadShare(self.group, slot, splits)
         if warp < 4:
             cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
             if warp == 0:
                 operands = ((atom_q, m_q), (atom_k, m_k), (atom_v, m_v), (atom_do, m_do))
-                produce(self, ctx, bars, BwdLoads(self, smem, *operands, stats), n, kv_head, b, num_m, num_heads)
+                produce(self, ctx, bars, BwdLoads(self, smem, *operands, stats), n, heads, b, num_m, num_heads)
         else:
             cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
             tidx, _, _ = cute.arch.thread_idx()
             wg = cute.arch.make_warp_uniform(tidx // 128 - 1)
             consumer = BwdConsumer(self, ctx, bars, smem, wg, tidx % 128)
-            consume(consumer, accumulator, turns, dk, dv, n, kv_head, b, num_m, num_heads)
+            consume(consumer, accumulator, turns, dk, dv, n, heads, slot, b, num_m, num_heads)
 
     def _smem_tensors(self, storage) -> SimpleNamespace:
         tensors = {

@@ -12,6 +12,21 @@ from fa4_inductor.kernels.cute.program import Program, ProgramContext
 from fa4_inductor.kernels.cute.static import TraceObject
 
 
+class HeadShare(TraceObject):
+    """The query heads of one CTA: [first, first + count) out of the group of key head `kv_head`.
+
+    Args:
+        group: query heads per key head. slot: head of dK and dV that the CTA writes; `splits` of them share a key head.
+    """
+
+    def __init__(self, group: int, slot: Int32, splits: Int32):
+        if group == 1:
+            self.kv_head, self.first, self.count = slot, slot, 1
+        else:
+            self.kv_head, self.count = slot // splits, Int32(group) // splits
+            self.first = self.kv_head * group + slot % splits * self.count
+
+
 class QueryTiles(TraceObject):
     """Query tiles [first, end) that key tile n visits, for one head."""
 
