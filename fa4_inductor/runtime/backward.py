@@ -19,6 +19,7 @@ from fa4_inductor.settings import Settings
 from fa4_inductor.spec import AttentionSpec
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+_MAX_ACCUMULATED = 2**31 - 1  # elements of dQ's accumulator, whose offsets are int32 in the kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,10 @@ def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> 
     group = heads // max(k.shape[1], 1)
     if tile_m is None or not (batch and heads and seqlen_q and k.shape[2]):
         return _by_reference(forward, grad_out, grad_lse)
+    tiles = batch * heads * -(-seqlen_q // tile_m)
+    if tiles * tile_m * head_dim > _MAX_ACCUMULATED:
+        log.warn_once("the gradient of q is too large for the backward kernel", "It is computed in eager torch: slow")
+        return _by_reference(forward, grad_out, grad_lse)
     dtype_dims = (q.dtype, head_dim, head_dim_v, group)
     deterministic = torch.are_deterministic_algorithms_enabled()
     kernel = _kernel(forward.program, *dtype_dims, grad_lse is not None, q.device, deterministic)
@@ -93,7 +98,6 @@ def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> 
         return _by_reference(forward, grad_out, grad_lse)
     splits = _head_splits(batch * k.shape[1] * -(-k.shape[2] // KEYS_PER_TILE), group, q.device)
     grads = _empty_like(q, batch), _empty_like(k, batch, splits), _empty_like(v, batch, splits)
-    tiles = batch * heads * -(-seqlen_q // tile_m)
     stats = q.new_empty((2 * tiles, tile_m), dtype=torch.float32)
     accumulator = q.new_empty((tiles, tile_m * head_dim), dtype=torch.float32)
     turns = q.new_empty((tiles, 2), dtype=torch.int32) if deterministic else None
