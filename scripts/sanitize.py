@@ -40,13 +40,10 @@ def jobs() -> list[tuple[Any, ...]]:
         ("distance_table", "bfloat16", 64, 64, 1, True, ()),
         ("tma_bias", "bfloat16", 64, 64, 1, True, ()),
         ("sink_window", "bfloat16", 128, 128, 4, True, ()),
-    ]
-    few_rows: list[tuple[Any, ...]] = [
         ("plain", "bfloat16", 128, 128, 4, True, (("split", True),)),
         ("cache_positions", "bfloat16", 64, 64, 2, True, (("split", True),)),
         ("padding_causal", "float16", 64, 64, 3, True, (("split", False),)),
     ]
-    return plain + few_rows
 
 
 def sanitizer() -> str | None:
