@@ -11,7 +11,14 @@ from torch import fx
 
 from fa4_inductor import log
 from fa4_inductor.errors import Declined, DeclineReason, DeclineSite, KernelUnavailable
-from fa4_inductor.lowering.aux_layout import dense_slots, has_unit_stride, streamed_slots, suits_tma
+from fa4_inductor.lowering.aux_layout import (
+    column_slots,
+    dense_slots,
+    has_unit_stride,
+    streamed_slots,
+    suits_pairs,
+    suits_tma,
+)
 from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.lowering.select import choose
 from fa4_inductor.lowering.split_config import Variant, choose_variant
@@ -286,14 +293,16 @@ def _first_launch(match: AttentionMatch, target: Target) -> dict[str, Any]:
 
 
 def _are_regular(match: AttentionMatch, streamed: Sequence[int], dense: Sequence[int]) -> bool:
-    """Whether these aux tensors of the prepared spec have, as far as is known while compiling, unit strides and, where
-    `dense`, suit TMA."""
+    """Whether these aux tensors of the prepared spec have, as far as is known while compiling, unit strides, and suit
+    TMA where `dense` and pairs where read along the keys."""
     prepared, regular = prepare(match.spec), True
+    columns = column_slots(prepared.spec)
     for slot in streamed:
         if prepared.slots[slot] < len(match.aux):  # tables are made contiguous
             t = operand_value(match.aux[prepared.slots[slot]])
             strides, shape = [size_hint(s) for s in t.stride()], [size_hint(n) for n in t.shape]
             regular &= suits_tma(strides, shape, t.itemsize) if slot in dense else has_unit_stride(strides, shape)
+            regular &= slot not in columns or suits_pairs(strides, shape)
     return regular
 
 

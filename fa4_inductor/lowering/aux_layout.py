@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fa4_inductor.analysis.facts import facts
 from fa4_inductor.analysis.parts import Stage, stage
@@ -47,8 +48,26 @@ def dense_slots(spec: AttentionSpec) -> tuple[int, ...]:
 def table_loads(spec: AttentionSpec) -> tuple[Expr, ...]:
     """The loads from distance tables, which only `lowering.hoist` makes: it leaves no other load of this form in a
     score."""
-    loads = [n for n in walk(spec.score) if n.op == "load" and spec.aux[n.value].dtype in ("float32", "bfloat16")]
-    return tuple(n for n in loads if _is_table(n))
+    return tuple(n for n in walk(spec.score) if n.op == "load" and _is_table(n) and _in_pairs(spec, n))
+
+
+@functools.lru_cache(maxsize=1024)
+def column_loads(spec: AttentionSpec) -> tuple[Expr, ...]:
+    """The loads of the score from vectors over the key."""
+    return tuple(n for n in walk(spec.score) if n.op == "load" and n.args and _is_column(n) and _in_pairs(spec, n))
+
+
+def _in_pairs(spec: AttentionSpec, load: Expr) -> bool:
+    return spec.aux[load.value].dtype in ("float32", "bfloat16")
+
+
+def _is_column(load: Expr) -> bool:
+    return load.args[-1] is index("kv_idx") and all(stage(i) is Stage.UNIFORM for i in load.args[:-1])
+
+
+def column_slots(spec: AttentionSpec) -> tuple[int, ...]:
+    """Aux slots of the column loads."""
+    return tuple(dict.fromkeys(load.value for load in column_loads(spec)))
 
 
 def table_slots(spec: AttentionSpec) -> tuple[int, ...]:
@@ -62,6 +81,22 @@ def streamed_slots(spec: AttentionSpec) -> tuple[int, ...]:
     tables = table_loads(spec)
     streamed = [n for n in _loads(spec) if n in tables or stage(n.args[-1]) is not Stage.UNIFORM]
     return tuple(dict.fromkeys(n.value for n in streamed))
+
+
+class RegularSlots(NamedTuple):
+    """Which aux slots a kernel for regular tensors wants how: dense ones for TMA, tables and columns in pairs, and all
+    of them, the streamed ones, with an innermost stride of 1."""
+
+    dense: tuple[int, ...] = ()
+    tables: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    streamed: tuple[int, ...] = ()
+
+
+def regular_slots(spec: AttentionSpec, dense_aux: bool = True) -> RegularSlots:
+    """dense_aux: whether the kernel reads dense tensors by TMA."""
+    dense = dense_slots(spec) if dense_aux else ()
+    return RegularSlots(dense, table_slots(spec), column_slots(spec), streamed_slots(spec))
 
 
 def dense_bytes(spec: AttentionSpec, loads: tuple[Expr, ...]) -> int:
@@ -88,6 +123,14 @@ def has_unit_stride(strides: Sequence[int | None], sizes: Sequence[int | None]) 
     """Whether the innermost stride is 1. Strides of dimensions of size 1 mean nothing. What is None is not known yet,
     and taken for good: the launch looks at every tensor."""
     return sizes[-1] == 1 or strides[-1] in (1, None)
+
+
+def suits_pairs(strides: Sequence[int | None], sizes: Sequence[int | None]) -> bool:
+    """Whether rows are contiguous and begin an even number of elements apart."""
+    outer = zip(strides[:-1], sizes)
+    return has_unit_stride(strides, sizes) and not any(
+        stride is not None and size != 1 and stride % 2 for stride, size in outer
+    )
 
 
 def suits_tma(strides: Sequence[int | None], sizes: Sequence[int | None], itemsize: int) -> bool:

@@ -14,8 +14,8 @@ from fa4_inductor.lowering.config_rows import ROWS
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 KINDS = ("loads", "no loads", "lean")
 """What a row is for. "loads": every program. "no loads": those without aux tensors, whose warpgroups need no turns,
-where there is such a row. "lean": of these, plain scores whose rows have many key tiles: registers are left for a third
-consumer warpgroup, whose 192-row tiles waste more of a diagonal."""
+where there is such a row. "lean": programs of at most one aux tensor, and none loaded in tiles, whose rows have many
+key tiles: registers are left for a third consumer warpgroup, whose 192-row tiles waste more of a diagonal."""
 _SM90 = {key: KernelConfig(**fields) for key, fields in ROWS.items()}  # type: ignore[arg-type]
 LONG_SEQLEN_Q = 4096
 """From here on the rows of a causal mask have many key tiles. The only length that a choice depends on."""
@@ -29,7 +29,6 @@ def padded_head_dim(head_dim: int) -> int:
 def select_config(
     head_dim: int,
     head_dim_v: int,
-    plain: bool = True,
     num_aux: int = 0,
     *,
     windowed: bool = False,
@@ -41,20 +40,19 @@ def select_config(
 
     Args:
         head_dim, head_dim_v: of the user's tensors.
-        plain: whether its score is exactly `score`. num_aux: tensors it loads from.
+        num_aux: tensors that the program loads from.
         windowed: whether the keys that a row keeps need not begin with the first.
         long_q: at least LONG_SEQLEN_Q query rows; every configuration is right for every length.
         dense_bytes: per score, of aux tiles loaded beside K. None is returned where no tile has room for them.
         uneven: query tiles visit key tiles that a tile map lists.
     """
-    config = _of_table(head_dim, head_dim_v, plain, num_aux, windowed, long_q, dense_bytes)
+    config = _of_table(head_dim, head_dim_v, num_aux, windowed, long_q, dense_bytes)
     return config and dataclasses.replace(config, claim_tiles=uneven)
 
 
 def _of_table(
     head_dim: int,
     head_dim_v: int,
-    plain: bool,
     num_aux: int,
     windowed: bool,
     long_q: bool,
@@ -63,11 +61,10 @@ def _of_table(
     if head_dim not in HEAD_DIMS or head_dim_v not in HEAD_DIMS:
         return None
     dims = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
-    if num_aux == 0:
-        if plain and long_q and not windowed and ("lean", *dims) in _SM90:
-            return _SM90["lean", *dims]
-        if ("no loads", *dims) in _SM90:
-            return _SM90["no loads", *dims]
+    if long_q and not windowed and num_aux <= 1 and not dense_bytes and ("lean", *dims) in _SM90:
+        return _SM90["lean", *dims]
+    if num_aux == 0 and ("no loads", *dims) in _SM90:
+        return _SM90["no loads", *dims]
     config = _SM90.get(("loads", *dims)) or _SM90["loads", max(dims), max(dims)]
     return _with_room(config, dims, dense_bytes) if dense_bytes else config
 

@@ -11,19 +11,17 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from fa4_inductor.analysis.facts import AttentionFacts
-from fa4_inductor.analysis.intervals import largest, smallest
-from fa4_inductor.analysis.parts import Stage, drop_row_constants, stage
+from fa4_inductor.analysis.intervals import smallest
+from fa4_inductor.analysis.parts import Stage, stage
 from fa4_inductor.analysis.tile_test import tile_test
-from fa4_inductor.analysis.transposed import query_ranges
-from fa4_inductor.lowering.derive import score_derivative
-from fa4_inductor.lowering.emit_expr import LOG2_E, Writer, bare, clamp_loads, exact_nodes, group_by_stage
-from fa4_inductor.lowering.log2_score import SHIFT, log2_score, scaled, shared_score
+from fa4_inductor.lowering.emit_expr import LOG2_E, Writer, aux_length, bare, exact_nodes
+from fa4_inductor.lowering.log2_score import SHIFT
+from fa4_inductor.lowering.program_roots import Roots, make_roots, may_fill, prepared, read_as_tiles, with_gradient
 from fa4_inductor.spec.attention import AttentionSpec
-from fa4_inductor.spec.expr import TRUE, Expr, call, conjunction, const, index, load, score, size, substitute, walk
+from fa4_inductor.spec.expr import TRUE, Expr, walk
 
 _TUPLES = {Stage.UNIFORM: "u", Stage.ROW: "r", Stage.COLUMN: "c"}
 _ARGUMENTS = {
@@ -50,6 +48,7 @@ _ARGUMENTS = {
     "column_values": "ctx, b, h, kv_idx",
     "tile_test": "ctx, b, h, q_lo, q_hi, kv_lo, kv_hi, rows, columns",
     "table_index": "ctx, b, h",
+    "column_index": "ctx, b, h",
 }
 _PER_ELEMENT = ("score", "shifted_score", "shared_score", "keep")
 _SPECIAL = frozenset({"tanh", "exp", "exp2", "log", "log2", "sigmoid", "div", "sqrt", "rsqrt", "sin", "cos"})
@@ -64,42 +63,6 @@ NAN = float("nan")
 """
 
 
-@dataclass
-class _Roots:
-    """The expressions of a program, loads clamped, and how exactly each node has to be computed.
-
-    `interval`: the keys of a row that pass the solved bounds of keep; `keep` is what else it asks for.
-    """
-
-    score: Expr
-    interval: tuple[Expr, Expr] | None
-    keep: Expr
-    column: Expr
-    sink: Expr | None
-    kv_range: tuple[Expr, Expr]
-    kv_full: tuple[Expr, Expr]
-    row_range: tuple[Expr, ...]
-    row_full: tuple[Expr, ...]
-    dense: tuple[Expr, ...] = ()
-    tables: tuple[Expr, ...] = ()
-    shifted: Expr | None = None
-    shared: tuple[Expr, Expr] | None = None
-    unit_stride: tuple[int, ...] = ()
-    tile_map: int | None = None
-    grad: Expr | None = None
-    exact: frozenset[Expr] = field(default_factory=frozenset)
-
-    @property
-    def plain(self) -> bool:
-        return self.score is score()
-
-    @property
-    def tiles(self) -> dict[Expr, str]:
-        """Loads that the kernel fetches by the tile, and what their elements are called."""
-        named = (("d", self.dense), ("t", self.tables))
-        return {e: f"{name}[{i}]" for name, loads in named for i, e in enumerate(loads)}
-
-
 def emit_program(
     spec: AttentionSpec,
     facts: AttentionFacts,
@@ -108,8 +71,10 @@ def emit_program(
     fast_math: bool = True,
     dense: tuple[Expr, ...] = (),
     tables: tuple[Expr, ...] = (),
+    columns: tuple[Expr, ...] = (),
     unit_stride: tuple[int, ...] = (),
     use_tile_map: bool = False,
+    accumulate: bool = False,
     gradient: bool = False,
 ) -> str:
     """Module text for `spec`; equal arguments give equal text.
@@ -117,8 +82,11 @@ def emit_program(
     Args:
         dense: loads of the spec (lowering.aux_layout) that the kernel brings in as tiles.
         tables: loads from distance tables, in whose layout the kernel may trust.
+        columns: loads from vectors over the key, whose rows begin an even number of elements apart.
         unit_stride: aux slots of tensors with an innermost stride of 1.
         use_tile_map: read the spec's tile map, whose tiles are those of the kernel.
+        accumulate: q may be multiplied by the softmax scale where that is exact, so that the tensor cores add a dense
+            bias; for bfloat16.
         gradient: for a backward kernel: with `score_grad` unless it is 1, and with q_range and q_full instead of
             kv_range and kv_full.
         need_lse: keep the terms that shift the LSE without changing the output.
@@ -128,16 +96,20 @@ def emit_program(
     Raises:
         ProgramError: an integer constant does not fit into int32 arithmetic.
     """
-    text = spec.text
-    spec, tables = _with_table_tiles(spec, tables)
+    parts = [f'"""{spec.text}"""\n\n{_HEADER}']
+    lengths = [aux_length(e.value, len(e.args) - 1) for e in columns]
+    spec, tables, columns = read_as_tiles(spec, tables, columns)
     slot = spec.tile_map.slot if use_tile_map and spec.tile_map is not None else None
-    roots = _roots(spec, facts, need_lse, fast_math, dense, tables, columns_apart=slot is None and not gradient)
-    roots = dataclasses.replace(roots, unit_stride=unit_stride, tile_map=slot)
+    apart, paired = slot is None and not gradient, (*tables, *columns)
+    roots = make_roots(spec, facts, need_lse, fast_math, dense, paired, columns_apart=apart, accumulate=accumulate)
+    full = roots.kv_full[0], functools.reduce(smallest, lengths, roots.kv_full[1])
+    roots = dataclasses.replace(
+        roots, unit_stride=unit_stride, tile_map=slot, kv_full=full, tables=tables, columns=columns
+    )
     if gradient:
-        roots = _with_gradient(roots, spec, fast_math)
-    parts = [f'"""{text}"""\n\n{_HEADER}', _flags(spec, facts, roots)]
+        roots = with_gradient(roots, spec, fast_math)
     stages, given = _staged(spec, roots)
-    parts += stages
+    parts += [_flags(spec, facts, roots), *stages]
     if not roots.plain:
         parts.append(_function("score", [roots.score], spec, roots, given))
     if roots.shared is not None:
@@ -167,6 +139,8 @@ def emit_program(
         parts.append(_leading_indices("dense_index", dense, spec, roots))
     if tables:
         parts.append(_leading_indices("table_index", tables, spec, roots))
+    if columns:
+        parts.append(_leading_indices("column_index", columns, spec, roots))
     return "\n\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -184,10 +158,10 @@ def emit_tile_test(
         ProgramError: as `emit_program`.
     """
     test = tile_test(facts.keep)
-    rows, columns = ([_prepared(e) for e in values] for values in (test.rows, test.columns))
-    results = [_prepared(e) for e in (test.possible, test.certain)]
+    rows, columns = ([prepared(e) for e in values] for values in (test.rows, test.columns))
+    results = [prepared(e) for e in (test.possible, test.certain)]
     exact = exact_nodes([], [*rows, *columns, *results])
-    roots = dataclasses.replace(_roots(spec, facts, False, True, (), ()), unit_stride=unit_stride, exact=exact)
+    roots = dataclasses.replace(make_roots(spec, facts, False, True, (), ()), unit_stride=unit_stride, exact=exact)
     parts = [
         emit_program(spec, facts, dense=dense, unit_stride=unit_stride),
         f"TEST_ELEMENTS = {test.elements}\n",
@@ -214,86 +188,7 @@ def write_program(text: str, digest: str, directory: Path) -> Path:
     return path
 
 
-def _with_table_tiles(spec: AttentionSpec, tables: tuple[Expr, ...]) -> tuple[AttentionSpec, tuple[Expr, ...]]:
-    """`spec` and `tables` with table loads written as loads of a tile, [..., q_idx, kv_idx], that stay as they are."""
-    at = (index("q_idx"), index("kv_idx"))
-    tiles = {e: load(e.value, (*e.args[:-2], *at), e.kind) for e in tables}
-    return dataclasses.replace(spec, score=substitute(spec.score, tiles)), tuple(tiles.values())
-
-
-def _roots(
-    spec: AttentionSpec,
-    facts: AttentionFacts,
-    need_lse: bool,
-    fast_math: bool,
-    dense: tuple[Expr, ...],
-    tables: tuple[Expr, ...] = (),
-    columns_apart: bool = True,
-) -> _Roots:
-    """columns_apart: full tiles may have dropped columns, which `keep_column` tells; those of a tile map have none."""
-    shifted = spec.score if need_lse or spec.sink is not None else drop_row_constants(spec.score)
-    # The kernel takes the maximum of raw products where nothing is to be computed, which a negative scale turns around.
-    plain = shifted is score() and spec.softmax_scale > 0
-    raw, tiles = _of_raw_product(shifted, spec.softmax_scale), (*dense, *tables)
-    logit = shifted if plain else _prepared(log2_score(raw), tiles)
-    with_shift = None if plain else _prepared(log2_score(raw, SHIFT), tiles)
-    parts = None if plain else shared_score(raw, tables)
-    shared = None if parts is None else (_prepared(parts[0], tiles), _prepared(parts[1], tiles))
-    interval = _row_interval(facts)
-    rest = TRUE if facts.exact else conjunction(list(facts.residual))
-    keep, column = _prepared(rest, tiles), _prepared(facts.column) if columns_apart else TRUE
-    sink = None if spec.sink is None else _prepared(scaled(spec.sink, LOG2_E))
-    ranges = [_prepared(e) for e in (*facts.kv_range, *(facts.kv_full_rest if columns_apart else facts.kv_full))]
-    of_row = (facts.row_range, facts.row_full) if columns_apart else (None, None)
-    row_range, row_full = (tuple(map(_prepared, bounds or ())) for bounds in of_row)
-    logits = [e for e in (logit, with_shift, *(shared or ()), sink) if e is not None]
-    bounds = [keep, column, *(interval or ()), *ranges, *row_range, *row_full]
-    exact = exact_nodes(logits, bounds if fast_math else [*bounds, *logits])
-    kv_range, kv_full = (ranges[0], ranges[1]), (ranges[2], ranges[3])
-    return _Roots(
-        logit, interval, keep, column, sink, kv_range, kv_full, row_range, row_full, dense, tables, with_shift, shared,
-        exact=exact,
-    )  # fmt: skip
-
-
-def _row_interval(facts: AttentionFacts) -> tuple[Expr, Expr] | None:
-    """[lo, hi) of the keys that pass the solved bounds of keep in row q_idx; None without any."""
-    if facts.exact:
-        lo, hi = facts.row.lo, facts.row.hi
-        return _prepared(const(0) if lo is None else lo), _prepared(size("seqlen_k") if hi is None else hi)
-    if not facts.linear:
-        return None
-    on_key = [t for t in facts.linear if "kv_idx" in t.free]
-    lows, highs = ([t.args[1] for t in on_key if t.op == op] for op in ("ge", "lt"))
-    lo = functools.reduce(largest, lows) if lows else const(0)
-    hi = functools.reduce(smallest, highs) if highs else size("seqlen_k")
-    condition = conjunction([t for t in facts.linear if t not in on_key])
-    return _prepared(lo), _prepared(hi if condition is TRUE else call("where", condition, hi, 0))
-
-
-def _with_gradient(roots: _Roots, spec: AttentionSpec, fast_math: bool) -> _Roots:
-    """`roots` with the derivative of the score, and bounds on the queries in the place of those on the keys."""
-    derivative = score_derivative(spec.score)
-    grad = None
-    if derivative is not const(1.0):
-        grad = _prepared(_of_raw_product(derivative, spec.softmax_scale))
-    outside, inside = ((_prepared(lo), _prepared(hi)) for lo, hi in query_ranges(spec.keep))
-    logits = [e for e in (grad,) if e is not None]
-    bounds = [*outside, *inside]
-    exact = exact_nodes(logits, bounds if fast_math else [*bounds, *logits])
-    return dataclasses.replace(roots, grad=grad, kv_range=outside, kv_full=inside, exact=roots.exact | exact)
-
-
-def _of_raw_product(e: Expr, softmax_scale: float) -> Expr:
-    """`e` with `score` standing for q . k: the scale then folds into the program's other constants."""
-    return substitute(e, {score(): score() * softmax_scale})
-
-
-def _prepared(e: Expr, tiles: tuple[Expr, ...] = ()) -> Expr:
-    return clamp_loads(group_by_stage(e, tiles), tiles)
-
-
-def _flags(spec: AttentionSpec, facts: AttentionFacts, roots: _Roots) -> str:
+def _flags(spec: AttentionSpec, facts: AttentionFacts, roots: Roots) -> str:
     bound = None if facts.score_bound is None else facts.score_bound * LOG2_E
     flags: dict[str, object] = {
         "PLAIN": roots.plain,
@@ -309,7 +204,7 @@ def _flags(spec: AttentionSpec, facts: AttentionFacts, roots: _Roots) -> str:
     special = [n for n in walk(roots.score) if n.op in _SPECIAL and stage(n) is Stage.ELEMENT]
     if special:
         flags["SPECIAL_FUNCTIONS"] = len(special)
-    if _may_fill(roots):
+    if may_fill(roots):
         flags["FILLS"] = True
     if roots.dense:
         flags["DENSE"] = tuple(tile.value for tile in roots.dense)
@@ -317,8 +212,12 @@ def _flags(spec: AttentionSpec, facts: AttentionFacts, roots: _Roots) -> str:
         flags["DENSE_IN_SCORE"] = tuple(i for i, tile in enumerate(roots.dense) if tile in in_score)
         if not any("b" in i.free for tile in roots.dense for i in tile.args):
             flags["BATCH_INNER"] = True
+    if roots.accumulated is not None:
+        flags["ACCUMULATED"] = roots.accumulated
     if roots.tables:
         flags["TABLES"] = tuple(tile.value for tile in roots.tables)
+    if roots.columns:
+        flags["COLUMNS"] = tuple(tile.value for tile in roots.columns)
     if roots.unit_stride:
         flags["UNIT_STRIDE"] = roots.unit_stride
     if roots.tile_map is not None:
@@ -326,18 +225,11 @@ def _flags(spec: AttentionSpec, facts: AttentionFacts, roots: _Roots) -> str:
     return "\n".join(f"{name} = {_literal(value)}" for name, value in flags.items())
 
 
-def _may_fill(roots: _Roots) -> bool:
-    """Whether the score adds what may be the fill of an additive mask. A table may be one, too, but that is rare, and
-    tiles with such rows run again."""
-    saturating = [n for n in walk(roots.score) if n.op in ("mul_rz", "fma_rz") and stage(n) is not Stage.UNIFORM]
-    return any(n.args[0] not in roots.tables for n in saturating)
-
-
 def _literal(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def _staged(spec: AttentionSpec, roots: _Roots) -> tuple[list[str], dict[Expr, str]]:
+def _staged(spec: AttentionSpec, roots: Roots) -> tuple[list[str], dict[Expr, str]]:
     """The functions `uniform`, `row`, `column` that are needed, and where later stages find their values."""
     rest = [r for r in (roots.keep, roots.column, roots.grad) if r is not None]
     per_element = [r for r in (roots.score, *(roots.interval or ()), *rest) if r.args]
@@ -370,7 +262,7 @@ def _is_work(e: Expr) -> bool:
 
 
 def _function(
-    name: str, values: list[Expr], spec: AttentionSpec, roots: _Roots, given: dict[Expr, str], as_tuple: bool = False
+    name: str, values: list[Expr], spec: AttentionSpec, roots: Roots, given: dict[Expr, str], as_tuple: bool = False
 ) -> str:
     writer = Writer(spec.aux, roots.exact, given, roots.tiles, roots.unit_stride)
     texts = [bare(text) for text in writer.body(values)]
@@ -379,7 +271,7 @@ def _function(
         result = _tuple(texts)
     arguments = _ARGUMENTS[name]
     if name in _PER_ELEMENT:
-        arguments += ", d" * bool(roots.dense) + ", t" * bool(roots.tables)
+        arguments += ", d" * bool(roots.dense) + ", t" * bool(roots.tables or roots.columns)
     lines = [*writer.lines, f"return {result}"]
     return f"def {name}({arguments}):\n" + "\n".join(f"    {line}" for line in lines)
 
@@ -389,9 +281,9 @@ def _tuple(texts: Iterable[str]) -> str:
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
 
-def _leading_indices(name: str, loads: tuple[Expr, ...], spec: AttentionSpec, roots: _Roots) -> str:
+def _leading_indices(name: str, loads: tuple[Expr, ...], spec: AttentionSpec, roots: Roots) -> str:
     """The function that gives the indices of each load but its last two."""
-    leads = [[_prepared(i) for i in tile.args[:-2]] for tile in loads]
+    leads = [[prepared(i) for i in tile.args[:-2]] for tile in loads]
     writer = Writer(spec.aux, roots.exact, {}, unit_stride=roots.unit_stride)
     texts = iter([bare(text) for text in writer.body([i for lead in leads for i in lead])])
     lines = [*writer.lines, f"return {_tuple(_tuple(next(texts) for _ in lead) for lead in leads)}"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from fa4_inductor.analysis.bounds import FLOAT_MAX, value_range
 from fa4_inductor.analysis.parts import Stage, stage, terms, total
 from fa4_inductor.lowering.emit_expr import LOG2_E
-from fa4_inductor.spec.expr import Expr, call, cast, const, index, walk
+from fa4_inductor.spec.expr import Expr, call, cast, const, index, score, walk
 from fa4_inductor.spec.ops import Kind
 from fa4_inductor.spec.simplify import simplify
 
@@ -30,23 +30,25 @@ KV_FIRST = Expr("index", Kind.INT, (), "kv_first")
 OFFSET = Expr("index", Kind.FLOAT, (), "offset")
 """kv_idx - KV_FIRST, known when the kernel is traced."""
 
+_PRODUCT = score()
+_FUNCTIONS = frozenset({"tanh", "exp", "exp2", "sigmoid", "sin", "cos", "erf"})
 _SPLIT = frozenset({"add", "sub", "neg", "abs", "minimum", "maximum"})
 
 
-def log2_score(score: Expr, shift: Expr | None = None) -> Expr:
-    """`score * log2(e) + shift`.
+def log2_score(score: Expr, shift: Expr | None = None, *, saturate: bool = False) -> Expr:
+    """`score * log2(e) + shift`. saturate: the product has come with what may be a fill, and saturates like one.
 
     Score terms come last in the sum, so that they meet the rest in one fused multiply-add, and the shift right before
     them: what is added up before it may be large and cancel. Without a shift, terms that may be fills are rounded
     before the score is added: a row of nothing but fills is uniform because the fill swallows the score. With one they
     are added last, in one multiply-add; the kernel runs rows whose shift is a fill again without.
     """
-    parts = [_spread(t) for t in terms(scaled(float_distances(simplify(score)), LOG2_E))]
+    parts = [_spread(t) for t in terms(scaled(_arranged(float_distances(simplify(score))), LOG2_E))]
     fills = [t for t in parts if t.op == "mul_rz" and stage(t) is Stage.ELEMENT]
     rest = sorted((t for t in parts if t not in fills), key=stage)
     biases, scores = [t for t in rest if "score" not in t.free], [t for t in rest if "score" in t.free]
     if shift is not None:
-        return _add_fills(total([*biases, shift, *scores]), fills)
+        return _add_fills(_add_scores(total([*biases, shift]), scores, saturate), fills)
     if fills and not any(n.op == "mul_rz" for n in walk(*biases)):
         return total([*biases, _add_fills(fills[0], fills[1:]), *scores])
     with_fills = [_add_fills(total(biases), fills)] if fills else biases
@@ -60,14 +62,14 @@ def _add_fills(result: Expr, fills: list[Expr]) -> Expr:
     return result
 
 
-def shared_score(score: Expr, tables: tuple[Expr, ...]) -> tuple[Expr, Expr] | None:
+def shared_score(score: Expr, tables: tuple[Expr, ...], *, saturate: bool = False) -> tuple[Expr, Expr] | None:
     """(shared, row) with `score * log2(e) == shared + row` up to a SHIFT that `shared` adds, or None.
 
     The rows of a thread may then have one shift: `row` is the part of the score that only knows the row, and most of
     `shared` but the product is equal for them, because it knows the key alone or is read from a table along the
     diagonal. None where nothing is shared, so that a shift of its own costs a row nothing.
     """
-    parts = [_spread(t) for t in terms(scaled(float_distances(simplify(score)), LOG2_E))]
+    parts = [_spread(t) for t in terms(scaled(_arranged(float_distances(simplify(score))), LOG2_E))]
     rows: list[Expr] = []
     slopes: list[Expr] = []
     shared: list[Expr] = []
@@ -95,7 +97,25 @@ def shared_score(score: Expr, tables: tuple[Expr, ...]) -> tuple[Expr, Expr] | N
         result = fma(slope, OFFSET, result)
     fills = [t for t in rest if t.op == "mul_rz" and stage(t) is Stage.ELEMENT]
     scores = [t for t in parts if "score" in t.free]
-    return _add_fills(total([result, *(t for t in rest if t not in fills), *scores]), fills), total(rows)
+    result = _add_scores(total([result, *(t for t in rest if t not in fills)]), scores, saturate)
+    return _add_fills(result, fills), total(rows)
+
+
+def _add_scores(result: Expr, scores: list[Expr], saturate: bool) -> Expr:
+    product = _PRODUCT * LOG2_E
+    if not saturate or product not in scores:
+        return total([result, *scores])
+    return _add_fills(total([result, *(t for t in scores if t is not product)]), [_saturating(_PRODUCT)])
+
+
+def without_tile(score: Expr, dense: tuple[Expr, ...]) -> tuple[int, Expr] | None:
+    """(i, rest) where `score` is the product and dense[i] and other terms, rest being all but dense[i]; else None."""
+    parts = terms(simplify(score))
+    found = [i for i, tile in enumerate(dense) if tile in parts and tile.kind is Kind.FLOAT]
+    if not found or _PRODUCT not in parts:
+        return None
+    parts.remove(dense[found[0]])
+    return found[0], total(parts)
 
 
 def _is_shared(term: Expr, tables: tuple[Expr, ...]) -> bool:
@@ -123,7 +143,31 @@ def scaled(e: Expr, factor: float) -> Expr:
         return scaled(e.args[0], factor) / e.args[1]
     if e.op == "score" or max(map(abs, value_range(e))) * factor <= FLOAT_MAX:
         return e * factor
+    return _saturating(e, factor)
+
+
+def _saturating(e: Expr, factor: float = LOG2_E) -> Expr:
     return Expr("mul_rz", Kind.FLOAT, (e, const(factor)))
+
+
+def _arranged(root: Expr) -> Expr:
+    """`root` with the sums below its functions of the score arranged as the score itself is: constant factors moved
+    inwards, biases before the product."""
+    done: dict[Expr, Expr] = {}
+    for node in walk(root):
+        args = tuple(done[a] for a in node.args)
+        if node.op in _FUNCTIONS and "score" in node.free:
+            args = tuple(_sum_of_scores(a) for a in args)
+        done[node] = node if args == node.args else Expr(node.op, node.kind, args, node.value)
+    return done[root]
+
+
+def _sum_of_scores(e: Expr) -> Expr:
+    if e.op == "mul" and any(a.is_const for a in e.args):
+        factor, other = sorted(e.args, key=lambda a: not a.is_const)
+        e = scaled(other, factor.value)
+    parts = [_spread(t) for t in terms(e)]
+    return total(sorted(parts, key=lambda t: ("score" in t.free, stage(t))))
 
 
 def float_distances(root: Expr) -> Expr:

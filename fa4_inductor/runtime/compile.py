@@ -25,7 +25,7 @@ import torch
 from fa4_inductor import log
 from fa4_inductor.analysis import facts
 from fa4_inductor.errors import KernelUnavailable
-from fa4_inductor.lowering.aux_layout import dense_bytes, dense_loads, streamed_slots, table_loads
+from fa4_inductor.lowering.aux_layout import column_loads, dense_bytes, dense_loads, streamed_slots, table_loads
 from fa4_inductor.lowering.backward_config import backward_tile_m
 from fa4_inductor.lowering.config import KernelConfig
 from fa4_inductor.lowering.config_table import select_config
@@ -112,9 +112,9 @@ def forward_config(
 def _config(
     spec: AttentionSpec, head_dim: int, head_dim_v: int, long_q: bool, loads: tuple[Expr, ...]
 ) -> KernelConfig | None:
-    known, plain = facts(spec), spec.score is score()
+    known = facts(spec)
     return select_config(
-        head_dim, head_dim_v, plain, len(spec.aux),
+        head_dim, head_dim_v, len(spec.aux),
         windowed=known.kv_range[0] is not const(0), long_q=long_q, dense_bytes=dense_bytes(spec, loads),
         uneven=spec.tile_map is not None,
     )  # fmt: skip
@@ -285,8 +285,10 @@ def _program_text(spec: AttentionSpec, key: CompileKey) -> str:
         need_lse=key.need_lse,
         dense=loads,
         tables=table_loads(spec) if key.regular_aux and key.direction != _SPLIT else (),
+        columns=column_loads(spec) if key.regular_aux and key.direction != _SPLIT else (),
         unit_stride=unit_stride,
         use_tile_map=tiles is not None and (tiles.tile_m, tiles.tile_n) == of_kernel,
+        accumulate=key.dense_aux and key.dtype == "bfloat16",
     )
 
 

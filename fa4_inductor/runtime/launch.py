@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fa4_inductor import log
 from fa4_inductor.errors import KernelUnavailable
-from fa4_inductor.lowering.aux_layout import TMA_ALIGNMENT, dense_slots, streamed_slots, table_slots
+from fa4_inductor.lowering.aux_layout import TMA_ALIGNMENT, RegularSlots, regular_slots
 from fa4_inductor.lowering.split_config import Variant
 from fa4_inductor.runtime import target as targets
 from fa4_inductor.runtime.operands import aligned, check, check_tables, has_readable_strides, kernel_aux, regular_aux
@@ -32,9 +32,8 @@ class Plan:
     """A kernel with what its launches have in common.
 
     `bool_aux`: some aux are bool, handed over as uint8 views. `strict`: a refused launch is an error.
-    `dense`, `tables`, `streamed`: aux slots that the kernel wants regular (lowering.aux_layout). `key`: of the plan,
-    for the one of other tensors. `contest`: kernels of which the first launch takes the fastest; until then, the
-    table's.
+    `slots`: of the aux tensors that the kernel wants regular. `key`: of the plan, to find the one for other tensors.
+    `contest`: kernels of which the first launch takes the fastest; until then, the table's.
     """
 
     kernel: Callable[..., None]
@@ -43,9 +42,7 @@ class Plan:
     needs_v_mean: bool
     bool_aux: bool
     strict: bool = False
-    dense: tuple[int, ...] = ()
-    tables: tuple[int, ...] = ()
-    streamed: tuple[int, ...] = ()
+    slots: RegularSlots = RegularSlots()
     key: PlanKey | None = None
     contest: Contest | None = None
 
@@ -171,9 +168,10 @@ def _run_cute(
     q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], need_lse: bool
 ) -> Outputs:
     group, spec = q.shape[1] // max(k.shape[1], 1), spec_of(program)
-    regular = regular_aux(dense_slots(spec), streamed_slots(spec), aux, table_slots(spec)) is not None
-    check_tables(table_slots(spec), q.shape[2], k.shape[2], aux)
-    variant, _ = choice(q, k, v, regular and bool(dense_slots(spec)))
+    slots = regular_slots(spec)
+    regular = regular_aux(slots, aux) is not None
+    check_tables(slots.tables, q.shape[2], k.shape[2], aux)
+    variant, _ = choice(q, k, v, regular and bool(slots.dense))
     plan = _plan(PlanKey(program, q.dtype, q.shape[3], v.shape[3], group, q.device, need_lse, variant, regular))
     if plan is None:
         return _RUN["reference"](q, k, v, aux, program, sizes, need_lse)
@@ -285,8 +283,8 @@ def _run_kernel(
 ) -> Outputs:
     """(out, lse), filled by the kernel on the current device. more: arguments of its own (kernels.cute.build)."""
     passed = kernel_aux(aux, q.device, plan.bool_aux) if aux else None
-    if plan.streamed and passed is not None:
-        passed = regular_aux(plan.dense, plan.streamed, passed, plan.tables)
+    if plan.slots.streamed and passed is not None:
+        passed = regular_aux(plan.slots, passed)
         if passed is None:
             return _launch_irregular(plan, q, k, v, aux, sizes, lse is not None)
     v_mean = torch.mean(v, 2, dtype=torch.float32) if plan.needs_v_mean else None
@@ -366,13 +364,9 @@ def make_plan(
 
     spec = spec_of(key.program)
     bool_aux = any(a.dtype == "bool" for a in spec.aux)
-    slots = (
-        dense_slots(spec) if dense_aux else (),
-        table_slots(spec) if key.regular else (),
-        streamed_slots(spec) if key.regular else (),
-    )
+    slots = regular_slots(spec, dense_aux) if key.regular else RegularSlots()
     needs_v_mean = compiler.needs_v_mean(spec)
-    return Plan(kernel, spec, spec.softmax_scale, needs_v_mean, bool_aux, strict, *slots, key, contest)
+    return Plan(kernel, spec, spec.softmax_scale, needs_v_mean, bool_aux, strict, slots, key, contest)
 
 
 def prepare(

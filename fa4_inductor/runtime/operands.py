@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fa4_inductor.lowering.aux_layout import TMA_ALIGNMENT, has_unit_stride, suits_tma
+from fa4_inductor.lowering.aux_layout import TMA_ALIGNMENT, RegularSlots, has_unit_stride, suits_pairs, suits_tma
 from fa4_inductor.lowering.hoist import table_length
 
 
@@ -58,18 +58,19 @@ def kernel_aux(aux: Sequence[Tensor], device: torch.device, any_bool: bool) -> t
     return tuple([t.view(torch.uint8) if t.dtype is torch.bool else t for t in moved] if any_bool else moved)
 
 
-def regular_aux(
-    dense: tuple[int, ...], streamed: tuple[int, ...], aux: Sequence[Tensor], tables: tuple[int, ...] = ()
-) -> tuple[Tensor, ...] | None:
-    """`aux` with strides of 1 in the streamed slots, for TMA in the dense ones and in pairs in tables; None where some
-    tensor has others."""
+def regular_aux(slots: RegularSlots, aux: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    """`aux` laid out as a kernel for regular tensors wants it; None where some tensor is not."""
     views = list(aux)
-    for slot in streamed:
+    for slot in slots.streamed:
         t = views[slot]
-        if slot in tables:
-            view = t if t.is_contiguous() and not t.data_ptr() % (2 * t.itemsize) else None
+        if (slot in slots.tables or slot in slots.columns) and t.data_ptr() % (2 * t.itemsize):
+            return None
+        if slot in slots.tables:
+            view = t if t.is_contiguous() else None
+        elif slot in slots.columns and not suits_pairs(t.stride(), t.shape):
+            return None
         else:
-            view = _readable(t) if slot in dense else t if t.stride(-1) == 1 else _with_unit_stride(t)
+            view = _readable(t) if slot in slots.dense else t if t.stride(-1) == 1 else _with_unit_stride(t)
         if view is None:
             return None
         views[slot] = view

@@ -15,7 +15,7 @@ from torch import Tensor
 from fa4_inductor import log
 from fa4_inductor.errors import KernelUnavailable
 from fa4_inductor.kernels.tile_map import map_shape, tile_map_eager
-from fa4_inductor.lowering.aux_layout import dense_slots, streamed_slots
+from fa4_inductor.lowering.aux_layout import RegularSlots, regular_slots
 from fa4_inductor.runtime.operands import kernel_aux, regular_aux
 from fa4_inductor.settings import Settings
 from fa4_inductor.spec import parse_spec
@@ -65,7 +65,7 @@ def tile_map(
     kernel, arguments = None, None
     if device.type == "cuda":
         arguments = kernel_aux(aux, device, any_bool=True)
-        views = regular_aux(*_layout(program), arguments)
+        views = regular_aux(_layout(program), arguments)
         kernel = _kernel(MapPlanKey(program, tile_m, tile_n, device, views is not None))
         arguments = arguments if views is None else views
     if kernel is None:
@@ -77,9 +77,8 @@ def tile_map(
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(program: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    spec = parse_spec(program)
-    return dense_slots(spec), streamed_slots(spec)
+def _layout(program: str) -> RegularSlots:
+    return regular_slots(parse_spec(program))
 
 
 def device_of(aux: Sequence[Tensor]) -> torch.device:

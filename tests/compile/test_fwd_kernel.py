@@ -28,9 +28,7 @@ def fixture_program(name: str) -> ModuleType:
 def build(name: str, d: int, dv: int, options: str = "", **overrides):
     program = fixture_program(name)
     aux = getattr(program, "AUX", ())
-    config = overrides.pop("config", None) or select_config(
-        d, dv, program.PLAIN, len(aux), dense_bytes=dense_bytes(program)
-    )
+    config = overrides.pop("config", None) or select_config(d, dv, len(aux), dense_bytes=dense_bytes(program))
     assert config is not None
     return build_forward(
         program, "bfloat16", d, dv, 1, aux=aux, num_sizes=getattr(program, "NUM_SIZES", 0), need_lse=True,
@@ -84,7 +82,7 @@ def test_every_pair_of_head_dims_has_a_configuration():
                 config = select_config(d, dv, long_q=long_q)
                 assert config is not None
                 FwdSm90(fixture_program("plain"), cutlass.BFloat16, d, dv, 1, config, 132)
-            assert select_config(d, dv, False, 1, dense_bytes=2) is not None
+            assert select_config(d, dv, 1, dense_bytes=2) is not None
 
 
 @pytest.mark.parametrize("dims", [(72, 72), (64, 72), (512, 512)])

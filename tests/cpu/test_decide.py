@@ -182,7 +182,7 @@ def test_what_is_built_ahead_is_what_the_first_launch_takes(monkeypatch, dynamic
     (prepared,) = launch._plans
     assert prepared.variant is (Variant.NARROW if regular else Variant.DIRECT) and len(built) == 1
     assert built[0].direction == ("forward" if regular else "split")
-    assert prepared.regular == built[0].dense_aux == bool(ready[0].dense) == regular
+    assert prepared.regular == built[0].dense_aux == bool(ready[0].slots.dense) == regular
 
 
 def packed(q, k, v, ids):

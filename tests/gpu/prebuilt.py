@@ -40,7 +40,7 @@ def resolve_config(name: str, d: int, dv: int, overrides: Any, long_q: bool = Fa
         assert split is not None
         return dataclasses.replace(split, **overrides)
     config = select_config(
-        d, dv, program.PLAIN, len(getattr(program, "AUX", ())),
+        d, dv, len(getattr(program, "AUX", ())),
         windowed="window" in name, long_q=long_q, dense_bytes=dense_bytes(program),
     )  # fmt: skip
     assert config is not None

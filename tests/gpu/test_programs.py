@@ -62,7 +62,14 @@ def an_outlier(case: Case, operands: Tensors) -> None:
     operands[1][:, :, 3, 0] = 200.0 * case.head_dim**0.5 / 16.0
 
 
-@pytest.mark.parametrize("pattern", [as_they_are, near_sixty, rising, an_outlier], ids=lambda f: f.__name__)
+def neighbours_apart(case: Case, operands: Tensors) -> None:
+    """Rows that are 8 apart, which one thread holds and gives one shift, have scores of very different size."""
+    operands[0][:, :, torch.arange(case.sq, device="cuda") // 8 % 2 == 0] *= 40.0
+
+
+@pytest.mark.parametrize(
+    "pattern", [as_they_are, near_sixty, rising, an_outlier, neighbours_apart], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_error_and_bits(name: str, head_dim: int, pattern: Callable[..., None]) -> None:

@@ -16,10 +16,11 @@ from fa4_inductor.kernels.cute.producer import advance
 from fa4_inductor.kernels.cute.redo import shift_failed
 from fa4_inductor.kernels.cute.softmax import Softmax
 from fa4_inductor.kernels.cute.static import TraceObject
-from fa4_inductor.kernels.cute.tables import TableRead
+from fa4_inductor.kernels.cute.tables import ColumnRead, TableRead
 from fa4_inductor.kernels.cute.tiles import key_tiles
 
 _ORDER_BARRIER = 1  # named barriers 1..3: whose turn it is to issue wgmma
+_QUERY_BARRIER = 7  # named barriers 7..9: a warpgroup has scaled its Q
 _WARPGROUP = 128
 
 
@@ -53,6 +54,7 @@ class Consumer(TraceObject):
         self.s = cute.make_rmem_tensor(qk.partition_shape_C((64, config.tile_n)), Float32)
         self.o = cute.make_rmem_tensor(pv.partition_shape_C((64, fwd.tile_dv)), Float32)
         self.p = pv.make_fragment_A(pv.partition_shape_A((64, config.tile_n)))
+        self.q_words = smem.q_words[None, wg] if fwd.program.accumulated is not None else None
         self.dense = [DenseRead(tile, self.mma_qk, self.s, wg, lane, config.num_consumers) for tile in smem.dense]
         self.softmax = Softmax(fwd.program, softmax_scale, config.polynomial_exp2 if fwd.bounded else None)
         # rows may come to their first key in a full tile
@@ -102,20 +104,38 @@ class Consumer(TraceObject):
 
     # -- the steps ------------------------------------------------------------------------------------------------
 
-    def ahead(self, at, n: Int32, index: Int32, mask: bool) -> SimpleNamespace:
-        """What the scores of key tile n need from memory: column values, whether keep_column drops nothing, dense tiles
-        in registers, out of slot `index`, and entries of tables.
+    def scale_queries(self) -> None:
+        """Multiply the warpgroup's Q by the softmax scale, a power of two: then S can take a bias in its own unit."""
+        factor = ops.pack_half2(self.ctx.softmax_scale, self.ctx.softmax_scale, self.fwd.dtype)
+        for i in range(cute.size(self.q_words) // (4 * _WARPGROUP)):
+            words = cute.local_tile(self.q_words, (4,), (self.lane + i * _WARPGROUP,))
+            values = cute.make_rmem_tensor((4,), Int32)
+            cute.autovec_copy(words, values)
+            for w in range(4):
+                values[w] = ops.mul_bf16x2(values[w], factor)
+            cute.autovec_copy(values, words)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=_QUERY_BARRIER + self.wg, number_of_threads=_WARPGROUP)
 
-        Issued while the tensor cores compute S, so that the loads have arrived by then.
-        """
+    def dense_tiles(self, index: Int32, mask: bool) -> list[list | None]:
+        """The dense tiles of slot `index` in registers, as far as scores, or scores and mask, need them."""
         needed = range(len(self.dense)) if mask else self.fwd.program.dense_in_score
         dense = [read(index) if i in needed else None for i, read in enumerate(self.dense)]
         if needed:
             # every lane has read before lane 0 releases the slot
             cute.arch.sync_warp()
+        return dense
+
+    def ahead(self, at, n: Int32, mask: bool, dense: list[list | None]) -> SimpleNamespace:
+        """What the scores of key tile n need from memory: column values, whether keep_column drops nothing, dense tiles
+        and entries of tables.
+
+        Issued while the tensor cores compute S, so that the loads have arrived by then.
+        """
         softmax, ctx, tile_n, size = self.softmax, self.ctx, self.fwd.config.tile_n, cute.size(self.s)
         kv_first = n * tile_n + fragment.thread_column(self.lane)
         tables = [read(kv_first - at.q_rows[0], ctx.seqlen_q, size) for read in at.tables]
+        tables += [read(kv_first, size, mask) for read in at.columns]
         columns = softmax.columns(ctx, at.b, at.h, kv_first, at.u, size, mask)
         all_kept = None
         if not mask and self.fwd.program.has_keep_column:
@@ -136,7 +156,7 @@ class Consumer(TraceObject):
         """First key tile of a query tile: S, softmax, P; its PV is left to the next step."""
         cute.arch.mbarrier_wait(self.bars.k_full + index, phase)
         issue_gemm(self.mma_qk, self.s, self.q, self.k[None, None, None, index], zero=True)
-        ahead = self.ahead(at, n, index, mask=True)
+        ahead = self.ahead(at, n, True, self.dense_tiles(index, True))
         warpgroup.wait_group(0)
         self.release(self.bars.k_empty + index)
         self.scores(n, at, ahead, mask=True)
@@ -157,12 +177,18 @@ class Consumer(TraceObject):
         v_index, v_phase = index, phase
         index, phase = advance(index, phase, self.fwd.config.num_stages)
         cute.arch.mbarrier_wait(bars.k_full + index, phase)
+        accumulated = self.fwd.program.accumulated if shifted else None
+        if accumulated is not None:
+            dense = self.dense_tiles(index, mask)
+            s = fragment.flat(self.s)
+            for i in range(cute.size(s)):
+                s[i] = Float32(dense[accumulated][i])
         self.order_wait()
-        issue_gemm(self.mma_qk, self.s, self.q, self.k[None, None, None, index], zero=True)
+        issue_gemm(self.mma_qk, self.s, self.q, self.k[None, None, None, index], zero=accumulated is None)
         cute.arch.mbarrier_wait(bars.v_full + v_index, v_phase)
         issue_gemm(self.mma_pv, self.o, self.p, self.v[None, None, None, v_index], zero=False)
         self.order_pass()
-        ahead = self.ahead(at, n, index, mask)
+        ahead = self.ahead(at, n, mask, self.dense_tiles(index, mask) if accumulated is None else dense)
         warpgroup.wait_group(1)
         self.release(bars.k_empty + index)
         self.scores(n, at, ahead, mask, shifted)
@@ -221,8 +247,12 @@ class TileCoordinates(TraceObject):
         self.q_rows = (first, first + 8)
         self.u = fwd.program.uniform(ctx, b, h)
         self.rows = tuple(fwd.program.row(ctx, b, h, q, self.u) for q in self.q_rows)
+        program = fwd.program
         self.tables = [
-            TableRead(ctx.aux[slot], lead) for slot, lead in zip(fwd.program.tables, fwd.program.table_index(ctx, b, h))
+            TableRead(ctx.aux[slot], lead) for slot, lead in zip(program.tables, program.table_index(ctx, b, h))
+        ]
+        self.columns = [
+            ColumnRead(ctx.aux[slot], lead) for slot, lead in zip(program.columns, program.column_index(ctx, b, h))
         ]
 
 
@@ -253,6 +283,8 @@ def consume(consumer: cutlass.Constexpr, redo: cutlass.Constexpr, order: cutlass
             consumer.o.fill(0.0)
             cute.arch.mbarrier_wait(consumer.bars.q_full, q_phase)
             q_phase = q_phase ^ 1
+            if cutlass.const_expr(fwd.program.accumulated is not None):
+                consumer.scale_queries()
             consumer.load_query()
             if keys.count > 0:
                 index, phase = consumer.tile(at, keys, fixed_shift, index, phase)

@@ -317,4 +317,8 @@ class FwdSm90:
             getattr(storage, f"dense{i}").get_tensor(layout.outer, swizzle=layout.inner)
             for i, layout in enumerate(layouts.dense)
         ]
-        return SimpleNamespace(q=q, k=k, v=v, o=o, v_transposed=transposed_stages(v), dense=dense)
+        q_words = cute.make_tensor(
+            cute.recast_ptr(storage.q.data_ptr(), dtype=Int32),
+            cute.make_layout((64 * self.tile_d // 2, self.config.num_consumers)),
+        )
+        return SimpleNamespace(q=q, k=k, v=v, o=o, v_transposed=transposed_stages(v), dense=dense, q_words=q_words)

@@ -158,6 +158,21 @@ def pack_half2(low: Float32, high: Float32, dtype: type, *, loc=None, ip=None) -
 
 
 @dsl_user_op
+def mul_bf16x2(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
+    """The products of two pairs of bf16, each rounded to bf16."""
+    product = llvm.inline_asm(
+        T.i32(),
+        [Int32(a).ir_value(loc=loc, ip=ip), Int32(b).ir_value(loc=loc, ip=ip)],
+        "mul.rn.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Int32(product)
+
+
+@dsl_user_op
 def bit_range(first: Int32, count: Int32, *, loc=None, ip=None) -> Int32:
     """`count` ones from bit `first` on, one instruction; neither may be negative, bits beyond 31 are dropped."""
     bits = llvm.inline_asm(

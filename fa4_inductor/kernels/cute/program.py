@@ -54,9 +54,13 @@ class Program(TraceObject):
     DENSE (optional): slots of the aux tensors that come as tiles [q_idx, kv_idx] through shared memory; `dense_index`
     gives the indices before these two for each, and score, shifted_score and keep get their elements as one more
     argument, a tuple. DENSE_IN_SCORE (optional, all): positions in DENSE of those that score or shifted_score reads.
+    ACCUMULATED (optional): the dense tile, counted from 0, that the tensor cores add to the product for shifted_score
+    and shared_score; q has been multiplied by the softmax scale, a power of two, for all functions.
     BATCH_INNER (optional, False): the batch shares these tiles.
     TABLES (optional): slots of the aux tensors that are tables over the distance (lowering.hoist); `table_index` gives
     the first two indices of each, and the same functions get their entries as a last argument, a tuple.
+    COLUMNS (optional): slots of the aux tensors that are vectors over the key; `column_index` gives the indices before
+    it, and their elements come behind those of the tables. Full tiles must end inside all of them.
     """
 
     def __init__(self, module: ModuleType):
@@ -68,9 +72,11 @@ class Program(TraceObject):
         self.may_be_empty: bool = module.MAY_BE_EMPTY
         self.raw_score: bool = getattr(module, "RAW_SCORE", False)
         self.dense: tuple[int, ...] = getattr(module, "DENSE", ())
+        self.accumulated: int | None = getattr(module, "ACCUMULATED", None)
         self.batch_inner: bool = getattr(module, "BATCH_INNER", False)
         self.tables: tuple[int, ...] = getattr(module, "TABLES", ())
         self.dense_in_score: tuple[int, ...] = getattr(module, "DENSE_IN_SCORE", tuple(range(len(self.dense))))
+        self.columns: tuple[int, ...] = getattr(module, "COLUMNS", ())
         self.unit_stride: tuple[int, ...] = getattr(module, "UNIT_STRIDE", ())
         self.tile_map: int | None = getattr(module, "TILE_MAP", None)
         bound = module.BOUND_LOG2
@@ -119,7 +125,7 @@ class Program(TraceObject):
         return s if self.raw_score else s * ctx.softmax_scale
 
     def _tiles(self, d: tuple, t: tuple) -> tuple:
-        return ((d,) if self.dense else ()) + ((t,) if self.tables else ())
+        return ((d,) if self.dense else ()) + ((t,) if self.tables or self.columns else ())
 
     def row_score(self, ctx: ProgramContext, b, h, q_idx, u, r) -> Float32:
         return Float32(self.module.row_score(ctx, b, h, q_idx, u, r))
@@ -175,6 +181,10 @@ class Program(TraceObject):
     def table_index(self, ctx: ProgramContext, b: Int32, h: Int32) -> tuple:
         """Per table, its first two indices."""
         return self.module.table_index(ctx, b, h) if self.tables else ()
+
+    def column_index(self, ctx: ProgramContext, b: Int32, h: Int32) -> tuple:
+        """Per vector over the key, the indices before it."""
+        return self.module.column_index(ctx, b, h) if self.columns else ()
 
     def sink(self, ctx: ProgramContext, b, h, q_idx) -> Float32:
         return Float32(self.module.sink(ctx, b, h, q_idx))

@@ -16,7 +16,7 @@ _CHUNK = 8  # elements of 16 bytes
 class SplitConsumer(Consumer):
     """`Consumer` whose rows differ in their query head: programs are evaluated for each row with its own head."""
 
-    def ahead(self, at, n: Int32, index: Int32, mask: bool) -> list:
+    def ahead(self, at, n: Int32, mask: bool, dense: list[list]) -> list:
         """(kv_idx, column values of both rows) of each of the thread's columns, loaded while the tensor cores work."""
         program, ctx = self.fwd.program, self.ctx
         if program.plain and not (mask and program.masked):

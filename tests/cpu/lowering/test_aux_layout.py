@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from emit_cases import spec_of
 
-from fa4_inductor.lowering.aux_layout import dense_bytes, dense_loads, dense_slots, streamed_slots, suits_tma
+from fa4_inductor.lowering.aux_layout import (
+    column_loads,
+    dense_bytes,
+    dense_loads,
+    dense_slots,
+    streamed_slots,
+    suits_pairs,
+    suits_tma,
+)
 from fa4_inductor.lowering.config_table import HEAD_DIMS, select_config
 from fa4_inductor.spec import AttentionSpec
 
@@ -44,6 +52,14 @@ def test_loads_of_keep_and_of_the_score_are_one_tile_each():
     assert sorted(streamed_slots(spec)) == [0, 1, 2], "a value per head is read once"
 
 
+def test_vectors_over_the_keys():
+    text = "score + aux0[b, 0, kv_idx] + aux0[b, kv_idx, 0] + aux1[kv_idx + 1] + aux2[b, kv_idx]"
+    spec = spec_of(text, "aux0[b, 1, kv_idx] > 0.0", aux="float32[3],bfloat16[1],float16[2]")
+    assert [str(n) for n in column_loads(spec)] == ["aux0[b, 0, kv_idx]"]
+    assert suits_pairs((64, 1), (3, 63)) and suits_pairs((63, 1), (1, 63)) and not suits_pairs((63, 1), (3, 63))
+    assert not suits_pairs((64, 2), (3, 32))
+
+
 def test_an_integer_tile_is_read_element_by_element():
     spec = spec_of(keep="aux0[q_idx, kv_idx] > 2", aux="int64[2]")
     assert loads(spec) == [] and streamed_slots(spec) == (0,)
@@ -70,10 +86,10 @@ def test_layouts_for_tma(strides, sizes, itemsize, good):
 def test_every_head_dim_has_room_for_a_bias():
     for d in HEAD_DIMS:
         for size in (1, 2, 4):
-            config = select_config(d, d, False, 1, dense_bytes=size)
+            config = select_config(d, d, 1, dense_bytes=size)
             padded = 96 if d == 80 else d
             assert config is not None and config.smem(padded, padded, size).fits
-    assert select_config(256, 256, False, 1, dense_bytes=16) is None
+    assert select_config(256, 256, 1, dense_bytes=16) is None
 
 
 def test_only_long_queries_without_a_window_take_wide_query_tiles():

@@ -9,7 +9,7 @@ import pytest
 from emit_cases import spec_of
 
 from fa4_inductor.analysis import facts
-from fa4_inductor.lowering.aux_layout import dense_loads, streamed_slots, table_loads
+from fa4_inductor.lowering.aux_layout import column_loads, dense_loads, streamed_slots, table_loads
 from fa4_inductor.lowering.emit_program import emit_program, emit_tile_test
 from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.lowering.tile_map import with_tile_map
@@ -50,7 +50,13 @@ ALL = PROGRAMS | REGULAR | MAPPED | TESTS
 def test_text(name):
     spec, path = ALL[name], GOLDEN / f"{name}.py.txt"
     layout = (
-        {"dense": dense_loads(spec), "tables": table_loads(spec), "unit_stride": streamed_slots(spec)}
+        {
+            "dense": dense_loads(spec),
+            "tables": table_loads(spec),
+            "columns": column_loads(spec),
+            "unit_stride": streamed_slots(spec),
+            "accumulate": True,
+        }
         if name in REGULAR
         else {}
     )

@@ -17,7 +17,7 @@ from fa4_inductor.analysis import facts
 from fa4_inductor.errors import ProgramError
 from fa4_inductor.kernels.graph_aux import eager_aux
 from fa4_inductor.kernels.reference import attention_reference
-from fa4_inductor.lowering.aux_layout import table_loads
+from fa4_inductor.lowering.aux_layout import column_loads, dense_loads, table_loads
 from fa4_inductor.lowering.emit_expr import LOG2_E
 from fa4_inductor.lowering.emit_program import emit_program, write_program
 from fa4_inductor.lowering.hoist import PADDING
@@ -291,3 +291,47 @@ def test_a_table_is_read_by_the_kernel():
     torch.testing.assert_close(module.score(*where, (entries,)), want, rtol=1e-6, atol=1e-6)
     shared = module.shared_score(*where, 0.5, kv, 0.0, (entries,)) + module.row_score(*where[:1], b, h, q, (), r)
     torch.testing.assert_close(shared, want + 0.5, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("text", ["score + aux0[h, q_idx, kv_idx]", "score + aux1[kv_idx] + aux0[h, q_idx, kv_idx]"])
+def test_a_dense_bias_may_come_with_the_product(text):
+    spec = dataclasses.replace(spec_of(text, aux="bfloat16[3],float32[1]"), softmax_scale=0.125)
+    module = execute(emit_program(spec, facts(spec), dense=dense_loads(spec), accumulate=True))
+    aux, names = tensors_for(spec), grid(B, H, SQ, SK)
+    b, h, q, kv = (names[n] for n in ("b", "h", "q_idx", "kv_idx"))
+    score, ctx = torch.randn(B, H, SQ, SK, dtype=torch.float64), context(aux, ())
+    u = module.uniform(ctx, b, h) if hasattr(module, "uniform") else ()
+    c = module.column(ctx, b, h, kv, u) if hasattr(module, "column") else ()
+    bias = aux[0].double()[h, q, kv]
+    want = interpreted(spec.score, spec, aux, [], score).double() * LOG2_E
+    assert module.ACCUMULATED == 0
+    plain = module.score(ctx, score, b, h, q, kv, u, (), c, (bias,))
+    torch.testing.assert_close(plain, want, rtol=1e-6, atol=1e-6)
+    with_bias = (ctx, score + bias, b, h, q, kv, u, (), c, 0.5)
+    shared = hasattr(module, "shared_score")
+    got = module.shared_score(*with_bias, kv, 0.0, (None,)) if shared else module.shifted_score(*with_bias, (None,))
+    torch.testing.assert_close(got, want + 0.5, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "scale"),
+    [("score + aux0[h, q_idx, kv_idx]", 0.3), ("score + aux0[h, q_idx, kv_idx] * 2.0", 0.125), ("tanh(score)", 0.125)],
+)
+def test_other_biases_are_added_by_the_program(text, scale):
+    spec = dataclasses.replace(spec_of(text, aux="bfloat16[3]"), softmax_scale=scale)
+    assert "ACCUMULATED" not in emit_program(spec, facts(spec), dense=dense_loads(spec), accumulate=True)
+
+
+def test_a_vector_over_the_keys_is_read_by_the_kernel():
+    spec = spec_of("score + aux0[b, 0, kv_idx]", "kv_idx <= q_idx", aux="float32[3]")
+    module, aux = execute(emit_program(spec, facts(spec), columns=column_loads(spec))), tensors_for(spec)
+    names, ctx = grid(B, H, SQ, SK), context(aux, ())
+    b, h, q, kv = (names[n] for n in ("b", "h", "q_idx", "kv_idx"))
+    score, entries = torch.randn(B, H, SQ, SK, dtype=torch.float64), aux[0][b, 0, kv].double()
+    want = interpreted(spec.score, spec, aux, [], score).double() * LOG2_E
+    assert module.COLUMNS == (0,) and module.column_index(ctx, b, h) == ((b, 0),)
+    where = (ctx, score, b, h, q, kv, (), module.row(ctx, b, h, q, ()), ())
+    torch.testing.assert_close(module.score(*where, (entries,)), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(module.shared_score(*where, 0.5, kv, 0.0, (entries,)), want + 0.5, rtol=1e-6, atol=1e-6)
+    short = context([aux[0][..., :3]], ())
+    assert int(module.kv_full(short, b, h, torch.tensor(SQ - 1), torch.tensor(SQ - 1))[1]) == 3, "full tiles end inside"
