@@ -32,9 +32,9 @@ RowKey = tuple[str, int, int]
 WORTH = 1.01
 PATH = Path(config_rows.__file__)
 PROGRAMS_OF = {
-    "loads": (("alibi_causal", 4096), ("relative_table", 4096)),
-    "no loads": (("softcap_causal", 4096), ("window", 4096), ("causal", 2048)),
-    "lean": (("plain", 4096), ("plain", 16384), ("causal", 8192)),
+    "loads": (("alibi_causal", 2048), ("relative_table", 2048)),
+    "no loads": (("softcap_causal", 2048), ("window", 4096), ("causal", 2048)),
+    "lean": (("plain", 4096), ("plain", 16384), ("causal", 8192), ("alibi_causal", 8192)),
 }
 
 
