@@ -6,12 +6,15 @@ import dataclasses
 import enum
 import functools
 import json
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fa4_inductor.lowering.config_table import HEAD_DIMS, LONG_SEQLEN_Q, padded_head_dim
 from fa4_inductor.runtime.target import Target
 
+ENABLED_BY = "FA4_INDUCTOR_SPLIT_KV"
+"""Environment variable: "1" lets few query rows run the split-KV kernel."""
 TILE_M = 64
 """Packed query rows per tile: rows of all heads that share a key head."""
 _SM_SMEM_BYTES = 228 << 10
@@ -129,6 +132,8 @@ def choose_variant(
     The forward kernel's tiles have 128 query rows of one head: it is left alone where half of them would not find an SM
     each. Where they would, smaller tiles run on more SMs, and with very few rows each row's keys do.
 
+    The split-KV kernel waits for ENABLED_BY, read when shapes are seen first (docs/decisions/0014).
+
     Args:
         dense: there are aux tiles that the forward kernel loads by TMA and the split kernel by element.
     """
@@ -139,6 +144,8 @@ def choose_variant(
     rows = seqlen_q * (heads // kv_heads)
     if rows > TILE_M and 2 * batch * heads * -(-seqlen_q // _FORWARD_TILE_M) > target.sm_count:
         return forward, 1
+    if os.environ.get(ENABLED_BY) != "1":
+        return (Variant.NARROW if rows > TILE_M else forward), 1
     blocks, merged = batch * kv_heads * -(-rows // TILE_M), batch * heads * seqlen_q
     splits = plan_splits(blocks, merged, seqlen_k, target.sm_count, config)
     if rows > TILE_M and (dense or splits == 1 and seqlen_k * sum(head_dims) >= _SHORT_KEYS):

@@ -20,6 +20,20 @@ HOPPER = target_for("cuda", "sm_90a")
 SMS = HOPPER.sm_count
 
 
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch):
+    monkeypatch.setenv("FA4_INDUCTOR_SPLIT_KV", "1")
+    choose_variant.cache_clear()
+    yield
+    choose_variant.cache_clear()
+
+
+def test_it_waits_to_be_asked_for(monkeypatch):
+    monkeypatch.delenv("FA4_INDUCTOR_SPLIT_KV")
+    assert choose(1, 32, 8, 1, 4096) == (Variant.FORWARD, 1)
+    assert choose(1, 2, 2, 300, 300) == (Variant.NARROW, 1)
+
+
 def choose(batch: int, heads: int, kv_heads: int, sq: int, sk: int, d: int = 128) -> tuple[Variant, int]:
     return choose_variant(batch, heads, kv_heads, sq, sk, (d, d), HOPPER)
 
