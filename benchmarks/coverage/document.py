@@ -193,7 +193,7 @@ not offer that implementation of attention. `inductor-passes` is Inductor's own 
     return markdown_table(rows, columns) + "\n\n" + note
 
 
-def _not_fused(records: Iterable[Record]) -> str:
+def _not_fused(records: Sequence[Record]) -> str:
     """What is left in any run of ours, architecture by architecture."""
     reasons: collections.Counter[str] = collections.Counter()
     left: dict[str, dict[str, None]] = collections.defaultdict(dict)
@@ -202,8 +202,8 @@ def _not_fused(records: Iterable[Record]) -> str:
             reasons.update(outcome["reason"] for outcome in _left(record))
         left[record["model"]] |= dict.fromkeys(notes(record))
     models: dict[str, list[str]] = collections.defaultdict(list)
-    for model in sorted(left):
-        models["<br>".join(left[model])].append(f"[{model}](#model-{model})")
+    for a in _architectures(records):
+        models["<br>".join(left[a.name])].append(f"[{a.name}](#model-{a.name})" if a.listed else a.name)
     rows = [{"architectures": ", ".join(names), "what": what} for what, names in models.items() if what]
     if not rows:
         return "Every site of every run above is fused, and no model is wrong."
