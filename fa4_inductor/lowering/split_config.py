@@ -82,6 +82,7 @@ class SplitConfig:
         return cls(**json.loads(text))
 
 
+@functools.lru_cache
 def select_split_config(head_dim: int, head_dim_v: int, split: bool, simple: bool = False) -> SplitConfig | None:
     """Configuration for these head dims, or None where the kernel does not support them.
 
@@ -116,7 +117,6 @@ def _shapes(dims: tuple[int, int], split: bool, simple: bool) -> tuple[tuple[int
     return (64, 2), (64, 1)
 
 
-@functools.lru_cache(maxsize=4096)
 def choose_variant(
     batch: int,
     heads: int,
@@ -132,7 +132,7 @@ def choose_variant(
     The forward kernel's tiles have 128 query rows of one head: it is left alone where half of them would not find an SM
     each. Where they would, smaller tiles run on more SMs, and with very few rows each row's keys do.
 
-    The split-KV kernel waits for ENABLED_BY, read when shapes are seen first (docs/decisions/0014).
+    The split-KV kernel waits for ENABLED_BY (docs/decisions/0014), which a launch reads when it sees shapes first.
 
     Args:
         dense: there are aux tiles that the forward kernel loads by TMA and the split kernel by element.
@@ -153,6 +153,7 @@ def choose_variant(
     return (Variant.SPLIT, splits) if splits > 1 else (Variant.DIRECT, 1)
 
 
+@functools.lru_cache(maxsize=4096)
 def plan_splits(blocks: int, rows: int, seqlen_k: int, num_sms: int, config: SplitConfig) -> int:
     """Splits per block of query rows: those of the shortest estimated time, the fewest of them where several are.
 

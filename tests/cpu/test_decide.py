@@ -10,7 +10,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from fa4_inductor import backend, decide, log
 from fa4_inductor.errors import KernelUnavailable
 from fa4_inductor.lowering import tile_map as lowering_tile_map
-from fa4_inductor.lowering.split_config import Variant, choose_variant
+from fa4_inductor.lowering.split_config import Variant
 from fa4_inductor.runtime import compile as compiler
 from fa4_inductor.runtime import launch, tile_map, variants
 from fa4_inductor.runtime import target as targets
@@ -174,7 +174,6 @@ def test_what_is_built_ahead_is_what_the_first_launch_takes(monkeypatch, dynamic
     """By the strides of aux tensors, and by the shapes seen while compiling where they are symbolic."""
     built, ready = [], []
     monkeypatch.setenv("FA4_INDUCTOR_SPLIT_KV", "1")
-    choose_variant.cache_clear()
     monkeypatch.setattr(compiler, "_build", lambda key: built.append(key) or print)
     monkeypatch.setattr(launch, "_launch", lambda plan, q, *rest: ready.append(plan) or (torch.zeros_like(q), q))
     args = [torch.randn(1, 2, seqlen, 64, dtype=torch.bfloat16) for _ in range(3)]
@@ -185,7 +184,6 @@ def test_what_is_built_ahead_is_what_the_first_launch_takes(monkeypatch, dynamic
     assert prepared.variant is (Variant.NARROW if regular else Variant.DIRECT) and len(built) == 1
     assert built[0].direction == ("forward" if regular else "split")
     assert prepared.regular == built[0].dense_aux == bool(ready[0].slots.dense) == regular
-    choose_variant.cache_clear()
 
 
 def packed(q, k, v, ids):

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fa4_inductor import log
-from fa4_inductor.lowering.split_config import SPLIT_VARIANTS, choose_variant
+from fa4_inductor.lowering.split_config import SPLIT_VARIANTS
 from fa4_inductor.runtime import launch
 
 STRICT = {"fa4.implementation": "cute", "fa4.strict": True}
@@ -15,7 +15,6 @@ BATCH, HEADS, KV_HEADS, SLOTS = 2, 8, 2, 1000
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.setenv("FA4_INDUCTOR_SPLIT_KV", "1")
-    choose_variant.cache_clear()
     torch._dynamo.reset()
     log.counters().clear()
     launch.clear_plans()
@@ -23,7 +22,6 @@ def fresh(monkeypatch):
     with torch.no_grad():
         yield
     torch._dynamo.reset()
-    choose_variant.cache_clear()
     launch.clear_plans()
 
 

@@ -23,9 +23,6 @@ SMS = HOPPER.sm_count
 @pytest.fixture(autouse=True)
 def enabled(monkeypatch):
     monkeypatch.setenv("FA4_INDUCTOR_SPLIT_KV", "1")
-    choose_variant.cache_clear()
-    yield
-    choose_variant.cache_clear()
 
 
 def test_it_waits_to_be_asked_for(monkeypatch):
