@@ -21,6 +21,7 @@ from fa4_inductor.capture.composites import Expansion, expand, is_composite, set
 from fa4_inductor.capture.snapshot import Snapshot
 from fa4_inductor.decide import Decision, Outcome, build_kernels, decide, groups, together
 from fa4_inductor.errors import DeclineReason, DeclineSite, StrictModeError
+from fa4_inductor.inductor_options import inductor_patches, memory_patches
 from fa4_inductor.patterns import find_sites
 from fa4_inductor.patterns.match import AttentionMatch
 from fa4_inductor.rewrite import Splicer
@@ -69,13 +70,13 @@ def fa4(
     if mode and mode.startswith("max-autotune"):
         ours.setdefault("fa4.autotune", True)
     settings = Settings.from_env().with_options(ours)
-    patches = _inductor_patches(mode, inductor_options)
+    patches = inductor_patches(mode, inductor_options)
     if settings.disable:
         return _compile(gm, example_inputs, patches)
     counted = log.counters().copy()
     saved = fuse(gm, settings)
     try:
-        return _compile(gm, example_inputs, patches)
+        return _compile(gm, example_inputs, memory_patches(gm) | patches)
     except RestartAnalysis:  # Dynamo captures this graph again, so this time does not count
         _discount(counted)
         raise
@@ -97,16 +98,6 @@ def _reset() -> None:
 
 
 fa4.reset = _reset  # type: ignore[attr-defined]
-
-
-def _inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    from torch._inductor import list_mode_options
-
-    patches: dict[str, Any] = {}
-    if mode and mode != "default":
-        patches.update(list_mode_options(mode))
-    patches.update({name.replace("-", "_"): value for name, value in options.items()})
-    return patches
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
