@@ -6,15 +6,12 @@ import dataclasses
 import enum
 import functools
 import json
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fa4_inductor.lowering.config_table import HEAD_DIMS, LONG_SEQLEN_Q, padded_head_dim
 from fa4_inductor.runtime.target import Target
 
-ENABLED_BY = "FA4_INDUCTOR_SPLIT_KV"
-"""Environment variable: "1" lets few query rows run the split-KV kernel."""
 TILE_M = 64
 """Packed query rows per tile: rows of all heads that share a key head."""
 _SM_SMEM_BYTES = 228 << 10
@@ -24,6 +21,7 @@ _BARRIER_BYTES = 1024
 _MAX_STAGES = 6
 _FORWARD_TILE_M = 128
 MAX_SPLITS = 256
+_CACHED_KEYS = 4096  # a decode step's kernel is the one for a cache of this length
 _SHORT_KEYS = 32768  # elements of K and V of a head; below, a forward kernel's CTA takes longer to get under way
 _CTA_COST, _MERGE_COST, _SHARED = 2.0, 2.0, 0.5
 _MERGED_ROWS = 512  # for so many rows more, the merge costs one unit more
@@ -132,7 +130,8 @@ def choose_variant(
     The forward kernel's tiles have 128 query rows of one head: it is left alone where half of them would not find an SM
     each. Where they would, smaller tiles run on more SMs, and with very few rows each row's keys do.
 
-    The split-KV kernel waits for ENABLED_BY (docs/decisions/0014), which a launch reads when it sees shapes first.
+    A single query row is a decode step, whose cache grows: its kernel depends on the number of sequences and heads alone,
+    so that one kernel serves all steps.
 
     Args:
         dense: there are aux tiles that the forward kernel loads by TMA and the split kernel by element.
@@ -144,10 +143,11 @@ def choose_variant(
     rows = seqlen_q * (heads // kv_heads)
     if rows > TILE_M and 2 * batch * heads * -(-seqlen_q // _FORWARD_TILE_M) > target.sm_count:
         return forward, 1
-    if os.environ.get(ENABLED_BY) != "1":
-        return (Variant.NARROW if rows > TILE_M else forward), 1
     blocks, merged = batch * kv_heads * -(-rows // TILE_M), batch * heads * seqlen_q
     splits = plan_splits(blocks, merged, seqlen_k, target.sm_count, config)
+    if seqlen_q == 1 and rows <= TILE_M:
+        cached = plan_splits(blocks, merged, _CACHED_KEYS, target.sm_count, config)
+        return (Variant.SPLIT, splits) if cached > 1 else (Variant.DIRECT, 1)
     if rows > TILE_M and (dense or splits == 1 and seqlen_k * sum(head_dims) >= _SHORT_KEYS):
         return Variant.NARROW, 1
     return (Variant.SPLIT, splits) if splits > 1 else (Variant.DIRECT, 1)

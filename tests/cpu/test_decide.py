@@ -173,7 +173,6 @@ def with_bias(q, k, v, bias):
 def test_what_is_built_ahead_is_what_the_first_launch_takes(monkeypatch, dynamic, seqlen, regular):
     """By the strides of aux tensors, and by the shapes seen while compiling where they are symbolic."""
     built, ready = [], []
-    monkeypatch.setenv("FA4_INDUCTOR_SPLIT_KV", "1")
     monkeypatch.setattr(compiler, "_build", lambda key: built.append(key) or print)
     monkeypatch.setattr(launch, "_launch", lambda plan, q, *rest: ready.append(plan) or (torch.zeros_like(q), q))
     args = [torch.randn(1, 2, seqlen, 64, dtype=torch.bfloat16) for _ in range(3)]

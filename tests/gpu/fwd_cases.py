@@ -218,6 +218,8 @@ def split_arguments(config: SplitConfig, x: Inputs, num_splits: int) -> tuple[to
     if not config.split:
         return None, 1
     b, h, sq, _ = x.q.shape
+    # the kernel counts a workspace's elements in int32, and a launch never plans one that is larger
+    num_splits = min(num_splits, (2**31 - 1) // max(1, workspace_size(1, b * h * sq, x.v.shape[-1])))
     size = workspace_size(num_splits, b * h * sq, x.v.shape[-1])
     return torch.full((size,), math.nan, device="cuda"), num_splits
 

@@ -20,17 +20,6 @@ HOPPER = target_for("cuda", "sm_90a")
 SMS = HOPPER.sm_count
 
 
-@pytest.fixture(autouse=True)
-def enabled(monkeypatch):
-    monkeypatch.setenv("FA4_INDUCTOR_SPLIT_KV", "1")
-
-
-def test_it_waits_to_be_asked_for(monkeypatch):
-    monkeypatch.delenv("FA4_INDUCTOR_SPLIT_KV")
-    assert choose(1, 32, 8, 1, 4096) == (Variant.FORWARD, 1)
-    assert choose(1, 2, 2, 300, 300) == (Variant.NARROW, 1)
-
-
 def choose(batch: int, heads: int, kv_heads: int, sq: int, sk: int, d: int = 128) -> tuple[Variant, int]:
     return choose_variant(batch, heads, kv_heads, sq, sk, (d, d), HOPPER)
 
@@ -72,8 +61,14 @@ def test_short_sequences_of_few_heads():
 
 
 def test_a_short_cache_is_not_split_finer_than_its_tiles():
-    assert choose(1, 8, 8, 1, 40) == (Variant.DIRECT, 1)
+    assert choose(1, 8, 8, 1, 40) == (Variant.SPLIT, 1)
     assert choose(1, 8, 8, 1, 300)[1] <= 5
+    assert choose(1, 8, 8, 2, 40) == (Variant.DIRECT, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16, 17, 40, 64])
+def test_one_kernel_serves_all_steps_of_a_growing_cache(batch):
+    assert len({choose(batch, 32, 8, 1, length)[0] for length in range(1, 20000, 37)}) == 1
 
 
 def test_long_prefill_keeps_the_forward_kernel():
