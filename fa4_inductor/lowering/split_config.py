@@ -130,8 +130,8 @@ def choose_variant(
     The forward kernel's tiles have 128 query rows of one head: it is left alone where half of them would not find an SM
     each. Where they would, smaller tiles run on more SMs, and with very few rows each row's keys do.
 
-    A single query row is a decode step, whose cache grows: its kernel depends on the number of sequences and heads alone,
-    so that one kernel serves all steps.
+    A single query row is a decode step, whose cache grows: its kernel depends on the number of sequences and heads
+    alone, so that one kernel serves all steps.
 
     Args:
         dense: there are aux tiles that the forward kernel loads by TMA and the split kernel by element.
