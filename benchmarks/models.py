@@ -4,6 +4,8 @@
     python benchmarks/models.py --device cpu --models llama --time  with times against eager and Inductor
     python benchmarks/models.py --implementation cute               only through our kernel
     python benchmarks/models.py --suite e2e                         GPU: ms, peak GiB, first call beside Inductor
+    python benchmarks/models.py --suite train                       the same of a train step
+    python benchmarks/models.py --suite generate                    GPU: tokens per second of generate(), by cache
 
 On a CPU each model runs twice: with the automatic choice, and with every site through the reference, which shows that
 what was understood is right also where no fast implementation exists. Exit code 1 when a site was not understood or not
@@ -16,6 +18,7 @@ import argparse
 import itertools
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +130,7 @@ def total(rows: list[dict[str, Any]], key: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    top.add_argument("--suite", choices=("coverage", "e2e"), default="coverage")
+    top.add_argument("--suite", choices=("coverage", "e2e", "train", "generate"), default="coverage")
     top.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     top.add_argument("--models", default="", help="comma-separated; default: all of the suite")
     top.add_argument("--impl", default="eager,sdpa", help="attention implementations; those a model lacks are left out")
@@ -137,9 +140,13 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--dtype", default="", help="default: float32 on a CPU, bfloat16 on a GPU")
     top.add_argument("--implementation", default="", help="auto,reference,sdpa,cute; default: see above")
     top.add_argument("--time", action="store_true", help="also time eager, Inductor and fa4 (static shapes)")
-    top.add_argument("--jobs", type=int, default=8, help="e2e: processes that compile at once")
-    top.add_argument("--batch", type=int, default=14, help="e2e: processes alive at once")
-    top.add_argument("--rounds", type=int, default=3, help="e2e: interleaved rounds of timing")
+    top.add_argument("--jobs", type=int, default=8, help="e2e, train, generate: processes that compile at once")
+    top.add_argument("--batch", type=int, default=14, help="e2e, train, generate: processes alive at once")
+    top.add_argument("--rounds", type=int, default=3, help="e2e, train, generate: interleaved rounds of timing")
+    top.add_argument("--caches", default="dynamic,static,graphs", help="generate: ways to cache")
+    top.add_argument("--batches", default="1", help="generate: sequences at once")
+    top.add_argument("--prompts", default="512", help="generate: tokens of the prompt")
+    top.add_argument("--new-tokens", type=int, default=256, help="generate: tokens to add")
     top.add_argument("--out", type=Path, default=results_io.RESULTS)
     top.add_argument("--no-write", dest="write", action="store_false", help="print only")
     return top
@@ -148,10 +155,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = parser().parse_args()
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
-    if args.suite == "e2e":
-        import e2e
-
-        return e2e.run(args)
+    if args.suite != "coverage":
+        return (import_module("generate") if args.suite == "generate" else import_module("e2e")).run(args)
     args.models = args.models or DEFAULT_MODELS
     args.implementation = args.implementation or ("auto,reference" if args.device == "cpu" else "auto,cute")
     return coverage(args)

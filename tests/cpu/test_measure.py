@@ -13,6 +13,7 @@ from fa4_inductor import measure
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import e2e
+import generate
 import results_io
 
 
@@ -80,8 +81,18 @@ def test_summary_compares_with_the_best_of_each_kind() -> None:
     assert e2e.summary(rows[1:]) == []
 
 
+def test_generation_is_compared_per_cache() -> None:
+    def row(cache: str, backend: str, attn: str, tokens_s: float) -> dict:
+        return dict(model="llama", batch="1", prompt="512", cache=cache, backend=backend, attn=attn, tokens_s=tokens_s)
+
+    rows = [row("static", "fa4", "sdpa", 300), row("static", "inductor", "sdpa", 200)]
+    rows += [row("static", "inductor", "flex_attention", 250), row("dynamic", "fa4", "sdpa", 100)]
+    (line,) = generate.summary(rows)
+    assert (line["cache"], line["best_attn"], line["ratio"]) == ("static", "flex_attention", 1.2)
+
+
 def test_a_failing_worker_becomes_a_note() -> None:
-    child = e2e.Child("no_such_model", "eager", "inductor")
+    child = e2e.child("no_such_model", "eager", "inductor")
     child.start(threads=1)
     child.time_once()
     row = child.finish()
