@@ -51,7 +51,8 @@ def worker(name: str, attn: str, backend: str, cache: str, batch: int, prompt: i
     ids = case.inputs["input_ids"]
     mask = case.inputs.get("attention_mask", torch.ones_like(ids))
     implementation, mode = CACHES[cache]
-    compiled = torch.compile(case.model.forward, backend=backend, mode=mode, dynamic=True if cache == "dynamic" else None)
+    dynamic = True if cache == "dynamic" else None
+    compiled = torch.compile(case.model.forward, backend=backend, mode=mode, dynamic=dynamic)
 
     def generate() -> torch.Tensor:
         case.model.forward = compiled
