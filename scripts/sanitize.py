@@ -30,18 +30,20 @@ FOUND = 9
 def jobs() -> list[tuple[Any, ...]]:
     """(program, dtype, head_dim, head_dim_v, group, need_lse, overrides): each code path of the kernels once.
 
-    None with three consumer warpgroups: racecheck's own code finds no registers beside 512 threads.
+    racecheck's own code needs registers: it fails inside itself on kernels with three consumer warpgroups, and on those
+    whose tiles leave a thread few of its 240. So there are two warpgroups everywhere, and narrower tiles where needed.
     """
+    narrow = (("tile_n", 64),)
     return [
         ("plain", "bfloat16", 64, 64, 1, True, ()),
-        ("causal", "bfloat16", 128, 128, 2, True, ()),
+        ("causal", "bfloat16", 128, 128, 2, True, narrow),
         ("causal", "float16", 64, 64, 1, False, ()),
         ("window", "bfloat16", 64, 64, 1, True, ()),
         ("padding", "bfloat16", 64, 64, 1, True, ()),
         ("document_causal", "bfloat16", 64, 64, 1, True, ()),
-        ("distance_table", "bfloat16", 64, 64, 1, True, ()),
+        ("distance_table", "bfloat16", 64, 64, 1, True, narrow),
         ("tma_bias", "bfloat16", 64, 64, 1, True, ()),
-        ("sink_window", "bfloat16", 128, 128, 4, True, ()),
+        ("sink_window", "bfloat16", 128, 128, 4, True, narrow),
         ("plain", "bfloat16", 128, 128, 4, True, (("split", True),)),
         ("cache_positions", "bfloat16", 64, 64, 2, True, (("split", True),)),
         ("padding_causal", "float16", 64, 64, 3, True, (("split", False),)),

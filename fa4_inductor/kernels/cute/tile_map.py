@@ -19,7 +19,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.runtime import make_fake_stream
 
 from fa4_inductor.kernels.cute import ops
-from fa4_inductor.kernels.cute.build import aux_operands, dynamic_tensor
+from fa4_inductor.kernels.cute.build import DTYPES, aux_operands, dynamic_tensor
 from fa4_inductor.kernels.cute.program import Program, ProgramContext
 from fa4_inductor.kernels.cute.static import TraceObject
 from fa4_inductor.kernels.cute.tiles import MAP_HEADER, visited_tiles
@@ -27,8 +27,9 @@ from fa4_inductor.kernels.cute.tiles import MAP_HEADER, visited_tiles
 _WARPS = 16
 _WARP = 32
 _CHUNK = 1024  # key tiles classed before they are written out
-_VECTOR = 4  # elements of a dense tensor that a lane reads at once
-_READS_AT_ONCE = 16  # accesses of a lane before a verdict is tried
+_VECTOR_BYTES = 16  # that a lane reads of a dense tensor in one access
+_BYTES_AT_ONCE = 128  # that a lane reads before a verdict is tried: 64 KiB per SM in flight
+_SINGLES_AT_ONCE = 32  # the same at the ragged edge, in elements
 _EMPTY, _MASKED, _FULL = 0, 1, 2
 
 
@@ -37,13 +38,14 @@ class TileMapKernel(TraceObject):
 
     Args:
         program: module of `lowering.emit_program.emit_tile_test`. tile_m, tile_n: rows and keys of a tile.
+        dense_bytes: the largest element of its dense tensors; 0 without any.
     """
 
-    def __init__(self, program: ModuleType, tile_m: int, tile_n: int):
+    def __init__(self, program: ModuleType, tile_m: int, tile_n: int, dense_bytes: int):
         self.program, self.module = Program(program), program
         self.tile_m, self.tile_n = tile_m, tile_n
         # tiles begin at multiples of 16 keys, rows of dense tensors at multiples of 16 bytes
-        self.vector = _VECTOR if self.program.dense else 1
+        self.vector = _VECTOR_BYTES // dense_bytes if dense_bytes else 1
 
     @cute.jit
     def __call__(self, out: cute.Tensor, seqlen_q: Int32, seqlen_k: Int32, aux, sizes, stream):
@@ -138,13 +140,14 @@ class TileMapKernel(TraceObject):
         program, lane = self.program, cute.arch.lane_idx()
         groups = self.tile_n // vector
         lanes = min(groups, _WARP)
-        rows = _WARP // lanes if _WARP % lanes == 0 else 1
+        rows = _WARP // lanes  # the lanes left over read what the next access reads, too
         kv_hi = ops.imin(kv_lo + self.tile_n, ctx.seqlen_k) - 1
         firsts = [
             kv_lo + ops.imin(lane % lanes + i * _WARP, groups - 1) * vector
             for i in range((groups + _WARP - 1) // _WARP)
         ]
-        at_once = max((_READS_AT_ONCE if vector > 1 else 2 * _READS_AT_ONCE) // len(firsts), 1)
+        at_once = _BYTES_AT_ONCE // _VECTOR_BYTES if vector > 1 else _SINGLES_AT_ONCE
+        at_once = max(at_once // len(firsts), 1)
         u = program.uniform(ctx, b, h)
         keys = [[ops.imin(first + e, kv_hi) for e in range(vector)] for first in firsts]
         columns = [[program.column(ctx, b, h, key, u) for key in group] for group in keys]
@@ -228,8 +231,9 @@ def build_tile_map(
     Returns:
         The compiled function; its call signature is in this module's docstring.
     """
+    dense_bytes = max((DTYPES[aux[slot][0]].width // 8 for slot in getattr(program, "DENSE", ())), default=0)
     return cute.compile(
-        TileMapKernel(program, tile_m, tile_n),
+        TileMapKernel(program, tile_m, tile_n, dense_bytes),
         dynamic_tensor(Int32, 4),
         Int32(1),
         Int32(1),
