@@ -33,9 +33,13 @@ WORTH = 1.01
 PATH = Path(config_rows.__file__)
 PROGRAMS_OF = {
     "loads": (("alibi_causal", 2048), ("relative_table", 2048)),
-    "no loads": (("softcap_causal", 2048), ("window", 4096), ("causal", 2048)),
+    "no loads": (("plain", 2048), ("window", 4096), ("causal", 2048)),
     "lean": (("plain", 4096), ("plain", 16384), ("causal", 8192), ("alibi_causal", 8192)),
+    "bounded": (("softcap_causal", 4096), ("softcap_causal", 16384)),
+    "dense": (("dense_bias", 2048), ("dense_bias", 8192)),
+    "short dense": (("evoformer", 256), ("dense_bias", 512)),
 }
+DENSE_BYTES = 2  # of the programs of dense kinds
 
 
 def cases(row: RowKey) -> list[Case]:
@@ -45,7 +49,10 @@ def cases(row: RowKey) -> list[Case]:
     programs = list(PROGRAMS_OF[kind])
     if kind == "loads" and ("no loads", d, dv) not in config_rows.ROWS:
         programs += [("plain", 4096), ("causal", 4096)]  # the row is everything's
-    return [Case(p, d, s, heads, heads, tokens // s, 0, dv if dv != d else 0) for p, s in programs]
+    return [
+        Case(p, d, s, heads, heads, max(tokens // s, 256 if p == "evoformer" else 1), 0, dv if dv != d else 0)
+        for p, s in programs
+    ]
 
 
 def variants(row: RowKey) -> list[dict[str, Any]]:
@@ -53,7 +60,7 @@ def variants(row: RowKey) -> list[dict[str, Any]]:
     table = KernelConfig(**config_rows.ROWS[row])  # type: ignore[arg-type]
     return [
         {f: v for f, v in dataclasses.asdict(config).items() if v != getattr(table, f)}
-        for config in candidates(table, row[1], row[2])
+        for config in candidates(table, row[1], row[2], DENSE_BYTES if "dense" in row[0] else 0)
     ]
 
 

@@ -24,7 +24,8 @@ from fa4_inductor.kernels.epilogue import build_epilogue, build_sum
 from fa4_inductor.kernels.graph_aux import build_aux, build_tile_map
 from fa4_inductor.kernels.graph_values import Memo
 from fa4_inductor.kernels.sdpa import build_sdpa
-from fa4_inductor.lowering.config_table import LONG_SEQLEN_Q
+from fa4_inductor.lowering.aux_layout import dense_slots
+from fa4_inductor.lowering.config_table import is_long
 from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.lowering.support import Operands
 from fa4_inductor.lowering.tile_map import size_hint, wants_tile_map, with_tile_map
@@ -255,14 +256,10 @@ def launched_spec(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torc
     if not wants_tile_map(spec, Operands.of(q, k, v)):
         return spec
     mapped = with_tile_map(spec, 0, 0)
-    config, _ = forward_config(mapped, int(q.shape[3]), int(v.shape[3]), long_q=_is_long(q.shape[2]), regular=True)
+    length = size_hint(q.shape[2])  # as far as it is known while compiling
+    long_q = length is not None and is_long(length, bool(dense_slots(spec)))
+    config, _ = forward_config(mapped, int(q.shape[3]), int(v.shape[3]), long_q=long_q, regular=True)
     return spec if config is None else with_tile_map(spec, config.tile_m, config.tile_n)
-
-
-def _is_long(seqlen_q: int | torch.SymInt) -> bool:
-    """Whether this many query rows, as far as it is known while compiling, ask for the kernel for long sequences."""
-    length = size_hint(seqlen_q)
-    return length is not None and length >= LONG_SEQLEN_Q
 
 
 def value_of(node: fx.Node) -> Any:

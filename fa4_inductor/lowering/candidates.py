@@ -29,7 +29,7 @@ def candidates(
     dims = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     turns = not table.order_warpgroups
     changes: list[dict[str, Any]] = [{"order_warpgroups": turns}]
-    if not dense_bytes and max(dims) <= 128 and table.num_consumers <= 2:
+    if max(dims) <= 128 and table.num_consumers <= 2:
         changes += [{"q_in_registers": not table.q_in_registers}]
     if not fixed_tiles:
         changes += [{"tile_n": n} for n in _TILE_N if n != table.tile_n]

@@ -4,7 +4,7 @@ Keys: what the row is for (`config_table.KINDS`), head_dim and head_dim_v as pad
 """
 
 GPU = "NVIDIA H200"
-DATE = "2026-11-30"
+DATE = "2026-12-01"
 ROWS: dict[tuple[str, int, int], dict[str, int | bool]] = {
     ("loads", 64, 64): {"num_consumers": 2, "tile_n": 128, "num_stages": 4, "order_warpgroups": True},
     ("loads", 96, 96): {"num_consumers": 2, "tile_n": 128, "num_stages": 2, "order_warpgroups": False},
@@ -19,4 +19,14 @@ ROWS: dict[tuple[str, int, int], dict[str, int | bool]] = {
         "num_consumers": 2, "tile_n": 128, "num_stages": 2, "order_warpgroups": False, "q_in_registers": True,
     },
     ("lean", 64, 64): {"num_consumers": 3, "tile_n": 128, "num_stages": 2, "order_warpgroups": True},
+    ("bounded", 128, 128): {
+        "num_consumers": 2, "tile_n": 128, "num_stages": 2, "order_warpgroups": True, "q_in_registers": True,
+        "polynomial_exp2": 6,
+    },
+    ("dense", 64, 64): {
+        "num_consumers": 2, "tile_n": 128, "num_stages": 3, "order_warpgroups": True, "q_in_registers": True,
+    },
+    ("short dense", 128, 128): {
+        "num_consumers": 2, "tile_n": 64, "num_stages": 2, "order_warpgroups": False, "q_in_registers": True,
+    },
 }

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa4_inductor.lowering.config_table import HEAD_DIMS, LONG_SEQLEN_Q, padded_head_dim
+from fa4_inductor.lowering.config_table import HEAD_DIMS, is_long, padded_head_dim
 from fa4_inductor.runtime.target import Target
 
 TILE_M = 64
@@ -136,7 +136,7 @@ def choose_variant(
     Args:
         dense: there are aux tiles that the forward kernel loads by TMA and the split kernel by element.
     """
-    forward = Variant.LONG if seqlen_q >= LONG_SEQLEN_Q else Variant.FORWARD
+    forward = Variant.LONG if is_long(seqlen_q, dense) else Variant.FORWARD
     config = select_split_config(*head_dims, True)
     if config is None or not target.is_hopper or not (batch and heads and kv_heads):
         return forward, 1

@@ -28,7 +28,7 @@ from fa4_inductor.errors import KernelUnavailable
 from fa4_inductor.lowering.aux_layout import column_loads, dense_bytes, dense_loads, streamed_slots, table_loads
 from fa4_inductor.lowering.backward_config import backward_tile_m
 from fa4_inductor.lowering.config import KernelConfig
-from fa4_inductor.lowering.config_table import select_config
+from fa4_inductor.lowering.config_table import MAX_BOUND, select_config
 from fa4_inductor.lowering.emit_program import emit_program, emit_tile_test, write_program
 from fa4_inductor.lowering.split_config import SPLIT_VARIANTS, SplitConfig, Variant, select_split_config
 from fa4_inductor.runtime.cache import KernelCache
@@ -117,6 +117,7 @@ def _config(
         head_dim, head_dim_v, len(spec.aux),
         windowed=known.kv_range[0] is not const(0), long_q=long_q, dense_bytes=dense_bytes(spec, loads),
         uneven=spec.tile_map is not None,
+        bounded=known.score_bound is not None and known.score_bound <= MAX_BOUND,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def _fingerprint(parts: Any) -> str:
 
 
 def resolve_config(name: str, d: int, dv: int, overrides: Any, long_q: bool = False) -> Any:
-    from fa4_inductor.lowering.config_table import select_config
+    from fa4_inductor.lowering.config_table import MAX_BOUND, select_config
     from fa4_inductor.lowering.split_config import select_split_config
 
     program = cases.load_program(name)
@@ -42,6 +42,7 @@ def resolve_config(name: str, d: int, dv: int, overrides: Any, long_q: bool = Fa
     config = select_config(
         d, dv, len(getattr(program, "AUX", ())),
         windowed="window" in name, long_q=long_q, dense_bytes=dense_bytes(program),
+        bounded=program.BOUND_LOG2 is not None and program.BOUND_LOG2 <= MAX_BOUND * 1.4427,
     )  # fmt: skip
     assert config is not None
     return dataclasses.replace(config, **overrides)

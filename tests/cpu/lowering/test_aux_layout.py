@@ -14,7 +14,8 @@ from fa4_inductor.lowering.aux_layout import (
     suits_pairs,
     suits_tma,
 )
-from fa4_inductor.lowering.config_table import HEAD_DIMS, select_config
+from fa4_inductor.lowering.config import KernelConfig
+from fa4_inductor.lowering.config_table import HEAD_DIMS, is_long, select_config
 from fa4_inductor.spec import AttentionSpec
 
 
@@ -104,3 +105,23 @@ def test_only_long_queries_without_a_window_take_wide_query_tiles():
 def test_a_configuration_survives_its_text():
     config = select_config(128, 128)
     assert config is not None and type(config).parse(config.text) == config
+
+
+def test_few_key_tiles_beside_a_bias_take_narrow_tiles():
+    def config(d: int, **facts: int) -> KernelConfig:
+        found = select_config(d, d, 1, **facts)
+        assert found is not None
+        return found
+
+    short, long = config(128, dense_bytes=2), config(128, dense_bytes=2, long_q=True)
+    assert (short.tile_n, short.q_in_registers) == (64, True) and (long.tile_n, long.q_in_registers) == (128, False)
+    assert config(64, dense_bytes=2).q_in_registers and not config(64, dense_bytes=4).q_in_registers
+    assert [is_long(n, dense=True) for n in (767, 768)] == [False, True]
+    assert [is_long(n, dense=False) for n in (4095, 4096)] == [False, True]
+
+
+def test_bounded_scores_take_turns():
+    bounded, other = select_config(128, 128, bounded=True), select_config(128, 128)
+    assert bounded is not None and other is not None
+    assert (bounded.order_warpgroups, other.order_warpgroups) == (True, False)
+    assert select_config(128, 128, 1, bounded=True) == select_config(128, 128, 1)
