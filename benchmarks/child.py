@@ -108,13 +108,19 @@ class Child:
             self._tail.append(line)
 
 
-def run_batch(children: list[Child], jobs: int, rounds: int) -> list[dict[str, Any]]:
-    """Compiles all side by side, then times them in rounds: a figure is the median, a peak the largest of them."""
+def run_batch(children: list[Child], jobs: int, rounds: int, wait_for: str = "") -> list[dict[str, Any]]:
+    """Compiles all side by side, then times them in rounds: a figure is the median, a peak the largest of them.
+
+    Args:
+        wait_for: a file without which timing does not begin, for machines where something else runs meanwhile.
+    """
     threads = max((os.cpu_count() or 1) // max(min(jobs, len(children)), 1), 1)
     begin = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda child: child.start(threads), children))
     print(f"{len(children)} compiled in {time.monotonic() - begin:.0f} s", flush=True)
+    while wait_for and not os.path.exists(wait_for):
+        time.sleep(0.1)
     for name in dict.fromkeys(child.row["model"] for child in children):
         same = [child for child in children if child.row["model"] == name]
         for _ in range(rounds):

@@ -124,11 +124,12 @@ def run(args: argparse.Namespace) -> int:
     names = args.models.split(",") if args.models else list(VARIANTS)
     children = []
     for name in names:
-        runs = [("eager", "fa4")] + [(attn, "inductor") for attn in VARIANTS.get(name, ("eager",))]
+        peers = [attn for attn in VARIANTS.get(name, ("eager",)) if not args.attn or attn in args.attn.split(",")]
+        runs = [("eager", "fa4"), *((attn, "inductor") for attn in peers)]
         children += [child(name, attn, backend, args.suite) for attn, backend in runs]
     rows = []
     for start in range(0, len(children), args.batch):
-        rows += run_batch(children[start : start + args.batch], args.jobs, args.rounds)
+        rows += run_batch(children[start : start + args.batch], args.jobs, args.rounds, args.wait_for)
     lines = summary(rows)
     results_io.print_table(args.suite, rows, COLUMNS)
     if lines:

@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
 
     table, rows = children(args), []
     for start in range(0, len(table), args.batch):
-        rows += run_batch(table[start : start + args.batch], args.jobs, args.rounds)
+        rows += run_batch(table[start : start + args.batch], args.jobs, args.rounds, args.wait_for)
     lines = summary(rows)
     results_io.print_table("generate", rows, COLUMNS)
     if lines:
