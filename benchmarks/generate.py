@@ -2,8 +2,9 @@
 
     python benchmarks/models.py --suite generate [--models llama,gemma2] [--batches 1,16] [--prompts 512]
 
-The model's forward is compiled, so prefill and decode steps both are. With each cache: a dynamic one through a compile
-for all lengths, a static one without CUDA graphs, and a static one with them (mode="reduce-overhead").
+The model's forward is compiled, so prefill and decode steps both are. Caches: a dynamic one through a compile for all
+lengths, a static one, and on request (`--caches graphs`) a static one with CUDA graphs (mode="reduce-overhead"), which
+with torch 2.11 and transformers 5.17 ends every backend's process, Inductor's own included.
 
 The greedy tokens are checked against the uncompiled model, which is shown prompt and tokens at once: `agree` is the
 share of steps whose token it would take too, `gap` by how much, at most, its largest logit exceeds the one of the token

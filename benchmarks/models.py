@@ -145,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--rounds", type=int, default=3, help="e2e, train, generate: interleaved rounds of timing")
     top.add_argument("--wait-for", default="", help="e2e, train, generate: do not time before this file is there")
     top.add_argument("--attn", default="", help="e2e, train: only these of Inductor's attention implementations")
-    top.add_argument("--caches", default="dynamic,static,graphs", help="generate: ways to cache")
+    top.add_argument("--caches", default="dynamic,static", help="generate: ways to cache")
     top.add_argument("--batches", default="1", help="generate: sequences at once")
     top.add_argument("--prompts", default="512", help="generate: tokens of the prompt")
     top.add_argument("--new-tokens", type=int, default=256, help="generate: tokens to add")

@@ -90,6 +90,14 @@ class Consumer(TraceObject):
         if self.lane % 32 == 0:
             cute.arch.mbarrier_arrive(empty)
 
+    def release_read(self, empty: cute.Pointer) -> None:
+        """The same for a buffer that threads have read themselves, which TMA then writes: the reads have to be over, not
+        only issued, and a fence orders them with what another proxy does (PTX ISA, async proxy)."""
+        cute.arch.fence_view_async_shared()
+        # every lane has read before lane 0 releases the buffer
+        cute.arch.sync_warp()
+        self.release(empty)
+
     def load_query(self) -> None:
         """Q from shared memory into registers, where the configuration wants it there."""
         if self.fwd.config.q_in_registers:
@@ -98,9 +106,7 @@ class Consumer(TraceObject):
             thread = copy.get_slice(self.lane)
             cute.copy(copy, thread.partition_S(self.q_smem), thread.retile(self.q))
         if self.fwd.frees_q_early:
-            # every lane has read before lane 0 releases the buffer
-            cute.arch.sync_warp()
-            self.release(self.bars.q_empty)
+            self.release_read(self.bars.q_empty)
 
     # -- the steps ------------------------------------------------------------------------------------------------
 
@@ -120,11 +126,14 @@ class Consumer(TraceObject):
     def dense_tiles(self, index: Int32, mask: bool) -> list[list | None]:
         """The dense tiles of slot `index` in registers, as far as scores, or scores and mask, need them."""
         needed = range(len(self.dense)) if mask else self.fwd.program.dense_in_score
-        dense = [read(index) if i in needed else None for i, read in enumerate(self.dense)]
-        if needed:
-            # every lane has read before lane 0 releases the slot
-            cute.arch.sync_warp()
-        return dense
+        return [read(index) if i in needed else None for i, read in enumerate(self.dense)]
+
+    def release_keys(self, empty: cute.Pointer) -> None:
+        """Free a slot of K, and of the dense tiles that travel with it."""
+        if self.dense:
+            self.release_read(empty)
+        else:
+            self.release(empty)
 
     def ahead(self, at, n: Int32, mask: bool, dense: list[list | None]) -> SimpleNamespace:
         """What the scores of key tile n need from memory: column values, whether keep_column drops nothing, dense tiles
@@ -158,7 +167,7 @@ class Consumer(TraceObject):
         issue_gemm(self.mma_qk, self.s, self.q, self.k[None, None, None, index], zero=True)
         ahead = self.ahead(at, n, True, self.dense_tiles(index, True))
         warpgroup.wait_group(0)
-        self.release(self.bars.k_empty + index)
+        self.release_keys(self.bars.k_empty + index)
         self.scores(n, at, ahead, mask=True)
         if not self.fwd.bounded:
             self.softmax.shift(self.s)
@@ -190,7 +199,7 @@ class Consumer(TraceObject):
         self.order_pass()
         ahead = self.ahead(at, n, mask, self.dense_tiles(index, mask) if accumulated is None else dense)
         warpgroup.wait_group(1)
-        self.release(bars.k_empty + index)
+        self.release_keys(bars.k_empty + index)
         self.scores(n, at, ahead, mask, shifted)
         if not fixed_shift:
             grew = softmax.shift(self.s)

@@ -63,7 +63,8 @@ class OutputStore(TraceObject):
         fragment.convert_to_half(consumer.o, half)
         barrier = _STORE_BARRIER + consumer.wg
         if consumer.lane < 32:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            # until it is written, not only read: a tile that runs again writes the same rows, in no defined order
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=_WARPGROUP)
         copy_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), fwd.dtype)
         thread_copy = cute.make_tiled_copy_C(copy_atom, consumer.mma_pv).get_slice(consumer.lane)
