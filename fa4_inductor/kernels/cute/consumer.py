@@ -91,7 +91,7 @@ class Consumer(TraceObject):
             cute.arch.mbarrier_arrive(empty)
 
     def release_read(self, empty: cute.Pointer) -> None:
-        """The same for a buffer that threads have read themselves, which TMA then writes: the reads have to be over, not
+        """The same for a buffer that threads have read themselves and TMA writes next: the reads have to be over, not
         only issued, and a fence orders them with what another proxy does (PTX ISA, async proxy)."""
         cute.arch.fence_view_async_shared()
         # every lane has read before lane 0 releases the buffer
