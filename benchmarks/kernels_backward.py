@@ -3,6 +3,7 @@
     python benchmarks/kernels_backward.py --peers fa4,cudnn
     python benchmarks/kernels_backward.py --peers flex --programs softcap_causal,alibi_causal,window,dense_bias
     python benchmarks/kernels_backward.py --peers none --deterministic
+    python benchmarks/kernels_backward.py --peers flex --programs dense_bias,relative_table,alibi_causal --learned
 
 Prints TFLOP/s over kept scores (five products: 2.5 x the forward's), the ratio to the best peer, and the largest error
 of dq, dk and dv against fp32 relative to the largest value; writes benchmarks/results/<date>-<gpu>-backward.json and
@@ -65,13 +66,14 @@ def calls_of(
     """The backward calls to time, each made once, and why others cannot be made."""
     runs: dict[str, Run] = {}
     notes: dict[str, str] = {}
+    wanted = (*operands, *(t for t in aux if t.requires_grad))
     for name in names:
         try:
             out = forward_of(name, case, operands, aux)
 
             def run(out: Tensor = out, name: str = name) -> tuple[Tensor, ...]:
                 torch.use_deterministic_algorithms(name == DETERMINISTIC)
-                return torch.autograd.grad(out, operands, grad_out, retain_graph=True)
+                return torch.autograd.grad(out, wanted, grad_out, retain_graph=True)
 
             run()
             torch.cuda.synchronize()
@@ -88,14 +90,19 @@ def error_of(
     if case.seqlen > _MAX_CHECKED:
         return math.nan
     sizes, wide = PROGRAMS[case.program].sizes, [t.detach().float() for t in operands]
-    out, lse = attention_reference(*wide, aux, case.spec, sizes, need_lse=True)
-    exact = backward_reference(grad_out.float(), None, *wide, out, lse, aux, case.spec, sizes)
+    learned = [slot for slot, t in enumerate(aux) if t.requires_grad]
+    fixed = [t.detach() for t in aux]
+    out, lse = attention_reference(*wide, fixed, case.spec, sizes, need_lse=True)
+    exact = backward_reference(grad_out.float(), None, *wide, out, lse, fixed, case.spec, sizes, learned=learned)
     return max(float((g.float() - e).abs().max() / e.abs().max()) for g, e in zip(grads, exact, strict=True))
 
 
-def run_case(case: Case, names: Sequence[str], rounds: int, budget_ms: float) -> dict[str, Any]:
-    """Measure one case. Whoever fails is left out, with a note."""
+def run_case(case: Case, names: Sequence[str], rounds: int, budget_ms: float, learned: bool) -> dict[str, Any]:
+    """Measure one case. Whoever fails is left out, with a note. learned: with gradients of what the score captures."""
     aux = PROGRAMS[case.program].make_aux(case, "cuda")
+    for slot in case.spec.score_slots if learned else ():
+        if aux[slot].is_floating_point():
+            aux[slot].requires_grad_()
     operands = tuple(t.requires_grad_() for t in make_operands(case, "cuda"))
     grad_out = torch.randn(case.b, case.sq, case.heads, case.dv, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     runs, notes = calls_of(case, operands, aux, grad_out, names)
@@ -127,6 +134,7 @@ def main() -> None:
     parser.add_argument("--programs", default="", help=f"comma separated out of {', '.join(PROGRAMS)}")
     parser.add_argument("--only", default="", help="program:head_dim:seqlen, comma separated; parts may be left out")
     parser.add_argument("--deterministic", action="store_true", help="time the deterministic kernel, too")
+    parser.add_argument("--learned", action="store_true", help="with gradients of captured tensors")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-ms", type=float, default=20.0)
     parser.add_argument("--results", type=Path, default=results_io.RESULTS)
@@ -136,7 +144,7 @@ def main() -> None:
     names = [OURS, *([DETERMINISTIC] if args.deterministic else []), *peers]
     results: list[dict[str, Any]] = []
     for case in select(cases_of([p for p in args.programs.split(",") if p]), args.only):
-        results.append(run_case(case, names, args.rounds, args.budget_ms))
+        results.append(run_case(case, names, args.rounds, args.budget_ms, args.learned))
         notes = {n: t for n, t in results[-1]["notes"].items() if not t.startswith("NotImplementedError")}
         print("  ".join(f"{k} {v}" for k, v in row_of(results[-1]).items() if v), notes or "", flush=True)
     ratios = [ratio for ratio in map(ratio_of, results) if ratio is not None]
@@ -145,7 +153,7 @@ def main() -> None:
     gpu = str(facts.get("gpu", "cpu")).split()[-1].lower()
     columns = ["case", *names, "/ best peer", "error"]
     tables = ["TFLOP/s over kept scores", results_io.markdown_table([row_of(r) for r in results], columns)]
-    name = f"{datetime.date.today().isoformat()}-{gpu}-backward"
+    name = f"{datetime.date.today().isoformat()}-{gpu}-backward{'-learned' if args.learned else ''}"
     print("written to", results_io.write(name, facts, results, tables, args.results))
 
 

@@ -24,7 +24,7 @@ from fa4_inductor.lowering.select import choose
 from fa4_inductor.lowering.split_config import Variant, choose_variant
 from fa4_inductor.lowering.support import Operands
 from fa4_inductor.lowering.tile_map import map_source, size_hint
-from fa4_inductor.patterns.gradients import trains, untrainable
+from fa4_inductor.patterns.gradients import learned_slots, trains, untrainable
 from fa4_inductor.patterns.match import AttentionMatch, Site
 from fa4_inductor.rewrite import launched_spec, operand_value, value_of
 from fa4_inductor.runtime import compile as compiler
@@ -33,6 +33,7 @@ from fa4_inductor.runtime.key import CompileKey
 from fa4_inductor.runtime.target import Target, target_for
 from fa4_inductor.settings import Settings
 from fa4_inductor.spec import parse_spec
+from fa4_inductor.spec.expr import walk
 
 _MANY = 1 << 20
 _log = log.get_logger(__name__)
@@ -123,6 +124,7 @@ def _operands(match: AttentionMatch, target: Target) -> Operands:
     sizes = [_known_size(size) for size in match.sizes]
     operands = Operands.of(*operand_values(match), sizes)
     operands = dataclasses.replace(operands, need_lse=match.lse is not None, needs_grad=trains(match))
+    operands = dataclasses.replace(operands, learned_aux=operands.needs_grad and bool(learned_slots(match)))
     if target.device_type != "cuda":
         return operands
     return dataclasses.replace(operands, head_dim=int(operands.head_dim), head_dim_v=int(operands.head_dim_v))
@@ -264,8 +266,26 @@ def _backward_key_of(site: Site, settings: Settings) -> CompileKey:
     q, k, v = operand_values(site)
     dims, grad_lse = (int(q.shape[3]), int(v.shape[3]), _group(q, k)), site.lse is not None
     program, target = launched_spec(site.spec, q, k, v).text, _target(q, settings, explaining=False)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return compiler.backward_key(program, q.dtype, *dims, grad_lse, target, deterministic=deterministic)
+    learned = _learned_by_the_kernel(site)
+    deterministic = not learned and torch.are_deterministic_algorithms_enabled()
+    return compiler.backward_key(
+        program, q.dtype, *dims, grad_lse, target, deterministic=deterministic, learned=learned
+    )
+
+
+def _learned_by_the_kernel(match: AttentionMatch) -> tuple[int, ...]:
+    """Aux slots of the prepared spec whose gradients the backward kernel computes."""
+    prepared, learned = prepare(match.spec), learned_slots(match)
+    known = len(match.aux)
+    of_table = {
+        known + i: any(n.op == "load" and n.value in learned for n in walk(table.value))
+        for i, table in enumerate(prepared.tables)
+    }
+    return tuple(
+        slot
+        for slot, source in enumerate(prepared.slots)
+        if slot in prepared.spec.score_slots and (source in learned or of_table.get(source, False))
+    )
 
 
 def _tile_map_keys(site: Site, settings: Settings) -> dict[tile_map.MapPlanKey, CompileKey]:

@@ -8,13 +8,13 @@ import torch
 
 from fa4_inductor.kernels.contract import bshd, widened
 from fa4_inductor.kernels.reference import chunks, full, names_of
-from fa4_inductor.lowering.derive import score_derivative
-from fa4_inductor.spec import AttentionSpec, EmptyRow
-from fa4_inductor.spec.interpret import Env
+from fa4_inductor.lowering.derive import derivative_by, learned_loads, score_derivative
+from fa4_inductor.spec import AttentionSpec, EmptyRow, Expr
+from fa4_inductor.spec.interpret import Env, evaluate
 
 LOWEST_LSE = -(2.0**20)
 """An LSE below this is taken for a sum of fills (finfo.min and its like)."""
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = list[torch.Tensor]
 
 
 def backward_reference(
@@ -29,9 +29,11 @@ def backward_reference(
     spec: AttentionSpec,
     sizes: Sequence[int] = (),
     *,
+    learned: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Gradients:
-    """(dq, dk, dv) in the shapes and dtypes of q, k and v with BSHD memory, computed in `dtype` throughout.
+    """[dq, dk, dv, ...] in the shapes and dtypes of q, k and v with BSHD memory, computed in `dtype` throughout; then
+    the gradients of the aux tensors in the slots `learned`, as far as the score reads them.
 
     Rows without keys give no gradient, except that of the mean of V where this is what they get.
 
@@ -47,7 +49,10 @@ def backward_reference(
     delta = (out.to(dtype) * grad_out.to(dtype)).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse.to(dtype)
+    dtypes = [aux[slot].dtype for slot in learned]
     aux = [widened(t, spec.aux[i].kind, dtype) for i, t in enumerate(aux)]
+    totals = {slot: torch.zeros(aux[slot].shape, dtype=dtype, device=q.device) for slot in learned}
+    loads = learned_loads(spec.score, totals)
     for h, rows in chunks(batch, heads, seqlen_q, seqlen_k):
         kv_heads = torch.arange(h.start, h.stop, device=q.device) // group
         keys, values = k[:, kv_heads].to(dtype), v[:, kv_heads].to(dtype)
@@ -57,6 +62,9 @@ def backward_reference(
         env, shape = Env(names, aux), tuple(names["score"].shape)
         p, kept = _probabilities(spec, env, shape, lse[:, h, rows, None].to(dtype))
         ds = p * (grads @ values.transpose(-1, -2) - delta[:, h, rows, None])
+        for load in loads:
+            values = ds * full(derivative_by(spec.score, load), env, shape, dtype)
+            add_to_elements(totals[load.value], load, values.masked_fill(~kept, 0.0), env)
         ds = ds * full(score_derivative(spec.score), env, shape, dtype) * spec.softmax_scale
         ds = ds.masked_fill(~kept, 0.0)
         dq[:, h, rows] = ds @ keys
@@ -66,7 +74,21 @@ def backward_reference(
     if spec.sink is None and spec.empty_row is EmptyRow.MEAN and seqlen_k:
         dv += of_mean_rows(grad_out.to(dtype), lse, k.shape[1]) / seqlen_k
     dk, dv = (t if t.shape[0] == like.shape[0] else t.sum(0, keepdim=True) for t, like in ((dk, k), (dv, v)))
-    return bshd(dq, q.dtype), bshd(dk, k.dtype), bshd(dv, v.dtype)
+    of_aux = (totals[slot].to(dtype_of) for slot, dtype_of in zip(learned, dtypes, strict=True))
+    return [bshd(dq, q.dtype), bshd(dk, k.dtype), bshd(dv, v.dtype), *of_aux]
+
+
+def add_to_elements(total: torch.Tensor, load: Expr, values: torch.Tensor, env: Env) -> None:
+    """Add the gradients `values` (B, H, Sq, Sk or 1) of what `load` gave to the gradient of its tensor."""
+    for axis, name in enumerate(("b", "h", "q_idx", "kv_idx")):
+        if not any(name in index.free for index in load.args):
+            values = values.sum(axis, keepdim=True)
+    if not load.args:
+        total += values.reshape(())
+        return
+    indices = [torch.as_tensor(evaluate(i, env), device=total.device) for i in load.args]
+    clamped = [i.clamp(0, n - 1).expand(values.shape) for i, n in zip(indices, total.shape, strict=True)]
+    total.index_put_(clamped, values, accumulate=True)
 
 
 def _probabilities(

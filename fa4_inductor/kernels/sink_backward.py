@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from fa4_inductor.kernels.contract import widened
-from fa4_inductor.lowering.derive import score_derivative
-from fa4_inductor.spec import AttentionSpec, Expr
-from fa4_inductor.spec.expr import score, substitute, walk
+from fa4_inductor.kernels.reference_backward import add_to_elements
+from fa4_inductor.lowering.derive import derivative_by, learned_loads
+from fa4_inductor.spec import AttentionSpec
 from fa4_inductor.spec.interpret import Env, evaluate, grid
-
-_AXES = ("b", "h", "q_idx")
 
 
 def sink_gradients(
@@ -41,24 +39,8 @@ def sink_gradients(
     if grad_lse is not None:
         delta = delta - grad_lse
     d_sink = -torch.exp(torch.as_tensor(evaluate(spec.sink, env)) - lse[..., None]) * delta[..., None]
-    gradients = []
-    for slot in slots:
-        total = torch.zeros(aux[slot].shape, dtype=torch.float32, device=lse.device)
-        for load in (n for n in walk(spec.sink) if n.op == "load" and n.value == slot):
-            total = total + _of_load(load, spec.sink, d_sink, total, env)
-        gradients.append(total.to(aux[slot].device, aux[slot].dtype))
-    return gradients
-
-
-def _of_load(load: Expr, sink: Expr, d_sink: torch.Tensor, like: torch.Tensor, env: Env) -> torch.Tensor:
-    """What one load of the sink adds to the gradient of its tensor."""
-    derivative = substitute(score_derivative(substitute(sink, {load: score()})), {score(): load})
-    values = d_sink * evaluate(derivative, env)
-    for axis, name in enumerate(_AXES):
-        if not any(name in index.free for index in load.args):
-            values = values.sum(axis, keepdim=True)
-    if not load.args:
-        return values.reshape(())
-    indices = [torch.as_tensor(evaluate(i, env), device=like.device) for i in load.args]
-    clamped = [i.clamp(0, n - 1).expand(values.shape) for i, n in zip(indices, like.shape, strict=True)]
-    return torch.zeros_like(like).index_put(clamped, values, accumulate=True)
+    totals = {slot: torch.zeros(aux[slot].shape, dtype=torch.float32, device=lse.device) for slot in slots}
+    for load in learned_loads(spec.sink, slots):
+        values = d_sink * evaluate(derivative_by(spec.sink, load), env)
+        add_to_elements(totals[load.value], load, values, env)
+    return [totals[slot].to(aux[slot].device, aux[slot].dtype) for slot in slots]

@@ -18,11 +18,13 @@ def keeps_half_p(spec: AttentionSpec, dtype: torch.dtype) -> bool:
     return dtype is torch.bfloat16 and score_derivative(spec.score) is const(1.0)
 
 
-def backward_tile_m(head_dim: int, head_dim_v: int, spec: AttentionSpec, dtype: torch.dtype) -> int | None:
-    """Query rows per tile; None for head dims that the kernel does not have.
+def backward_tile_m(
+    head_dim: int, head_dim_v: int, spec: AttentionSpec, dtype: torch.dtype, learned: bool = False
+) -> int | None:
+    """Query rows per tile; None for head dims that the kernel does not have. learned: with gradients of aux tensors.
 
     128 rows need the registers that P in half precision leaves free: without, ptxas waits for every wgmma.
     """
     if (head_dim, head_dim_v) not in HEAD_DIMS:
         return None
-    return 128 if head_dim == 64 and keeps_half_p(spec, dtype) else 64
+    return 128 if head_dim == 64 and keeps_half_p(spec, dtype) and not learned else 64

@@ -1,6 +1,7 @@
-"""The derivative of a score program with respect to the scaled score, as another expression.
+"""The derivative of a score program with respect to the scaled score or to what it loads, as another expression.
 
     dS = P * (dP - delta) * d E_score / d score * softmax_scale
+    d aux[i] = the sum of P * (dP - delta) * d E_score / d aux[i] over all scores that load aux[i]
 
 Conventions where a function has a kink: minimum and maximum take the derivative of their second operand at a tie, |x|
 that of x at 0. Whatever is constant almost everywhere (floor, comparisons, conversions to int, indices) has the
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from fa4_inductor.spec.expr import Expr, call, const, score, walk
 from fa4_inductor.spec.ops import Kind
@@ -51,14 +52,26 @@ _RULES: dict[str, _Rule] = {
 @functools.lru_cache(maxsize=1024)
 def score_derivative(program: Expr) -> Expr:
     """d `program` / d `score`, a FLOAT expression over the same names; `program` is the `score` of a spec."""
+    return derivative_by(program, score())
+
+
+@functools.lru_cache(maxsize=1024)
+def derivative_by(program: Expr, variable: Expr) -> Expr:
+    """d `program` / d `variable`, which is `score` or a FLOAT load."""
     derivative: dict[Expr, Expr] = {}
     for node in walk(program):
-        derivative[node] = _derivative(node, [derivative[a] for a in node.args])
+        derivative[node] = _derivative(node, [derivative[a] for a in node.args], variable)
     return simplify(derivative[program])
 
 
-def _derivative(node: Expr, of_args: list[Expr]) -> Expr:
-    if node is score():
+def learned_loads(program: Expr, slots: Iterable[int]) -> tuple[Expr, ...]:
+    """The FLOAT loads of `program` from aux tensors in these slots, in the order of the slots and of the program."""
+    loads = [n for n in walk(program) if n.op == "load" and n.kind is Kind.FLOAT]
+    return tuple(n for slot in slots for n in loads if n.value == slot)
+
+
+def _derivative(node: Expr, of_args: list[Expr], variable: Expr) -> Expr:
+    if node is variable:
         return _ONE
     rule = _RULES.get(node.op)
     if rule is None or node.kind is not Kind.FLOAT or all(d is _ZERO for d in of_args):

@@ -21,7 +21,7 @@ from fa4_inductor.lowering.emit_expr import LOG2_E, Writer, aux_length, bare, ex
 from fa4_inductor.lowering.log2_score import SHIFT
 from fa4_inductor.lowering.program_roots import Roots, make_roots, may_fill, prepared, read_as_tiles, with_gradient
 from fa4_inductor.spec.attention import AttentionSpec
-from fa4_inductor.spec.expr import TRUE, Expr, walk
+from fa4_inductor.spec.expr import TRUE, Expr, const, walk
 
 _TUPLES = {Stage.UNIFORM: "u", Stage.ROW: "r", Stage.COLUMN: "c"}
 _ARGUMENTS = {
@@ -33,6 +33,8 @@ _ARGUMENTS = {
     "shared_score": "ctx, s, b, h, q_idx, kv_idx, u, r, c, shift, kv_first, offset",
     "row_score": "ctx, b, h, q_idx, u, r",
     "score_grad": "ctx, s, b, h, q_idx, kv_idx, u, r, c",
+    "gradients": "ctx, s, b, h, q_idx, kv_idx, u, r, c",
+    "learned_index": "ctx, b, h, q_idx, kv_idx, u, r, c",
     "keep": "ctx, b, h, q_idx, kv_idx, u, r, c",
     "kv_interval": "ctx, b, h, q_idx, u, r",
     "keep_column": "ctx, b, h, kv_idx, u, c",
@@ -76,6 +78,7 @@ def emit_program(
     use_tile_map: bool = False,
     accumulate: bool = False,
     gradient: bool = False,
+    learned: tuple[int, ...] = (),
 ) -> str:
     """Module text for `spec`; equal arguments give equal text.
 
@@ -89,6 +92,7 @@ def emit_program(
             bias; for bfloat16.
         gradient: for a backward kernel: with `score_grad` unless it is 1, and with q_range and q_full instead of
             kv_range and kv_full.
+        learned: with `gradient`: slots of the aux tensors whose gradients are wanted.
         need_lse: keep the terms that shift the LSE without changing the output.
         fast_math: logits through the special function unit, with tanh good to 2^-11 (relative); False computes tanh,
             exp, log and divisions exactly, at several times their cost.
@@ -107,7 +111,7 @@ def emit_program(
         roots, unit_stride=unit_stride, tile_map=slot, kv_full=full, tables=tables, columns=columns
     )
     if gradient:
-        roots = with_gradient(roots, spec, fast_math)
+        roots = with_gradient(roots, spec, fast_math, learned)
     stages, given = _staged(spec, roots)
     parts += [_flags(spec, facts, roots), *stages]
     if not roots.plain:
@@ -120,6 +124,8 @@ def emit_program(
         parts.append(_function("shifted_score", [roots.shifted], spec, roots, given | {SHIFT: "shift"}))
     if roots.grad is not None:
         parts.append(_function("score_grad", [roots.grad], spec, roots, given))
+    if roots.learned:
+        parts += _learned(spec, roots, given)
     if facts.keep is not TRUE:
         if roots.interval is not None:
             parts.append(_function("kv_interval", list(roots.interval), spec, roots, given))
@@ -135,12 +141,9 @@ def emit_program(
                 parts.append(_function(name, list(bounds), spec, roots, {}))
     if roots.sink is not None:
         parts.append(_function("sink", [roots.sink], spec, roots, {}))
-    if dense:
-        parts.append(_leading_indices("dense_index", dense, spec, roots))
-    if tables:
-        parts.append(_leading_indices("table_index", tables, spec, roots))
-    if columns:
-        parts.append(_leading_indices("column_index", columns, spec, roots))
+    for name, loads in (("dense_index", dense), ("table_index", tables), ("column_index", columns)):
+        if loads:
+            parts.append(_leading_indices(name, loads, spec, roots))
     return "\n\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -220,6 +223,8 @@ def _flags(spec: AttentionSpec, facts: AttentionFacts, roots: Roots) -> str:
         flags["COLUMNS"] = tuple(tile.value for tile in roots.columns)
     if roots.unit_stride:
         flags["UNIT_STRIDE"] = roots.unit_stride
+    if roots.learned:
+        flags["LEARNED"] = tuple((x.load.value, x.kind) for x in roots.learned)
     if roots.tile_map is not None:
         flags["TILE_MAP"] = roots.tile_map
     return "\n".join(f"{name} = {_literal(value)}" for name, value in flags.items())
@@ -231,7 +236,8 @@ def _literal(value: object) -> str:
 
 def _staged(spec: AttentionSpec, roots: Roots) -> tuple[list[str], dict[Expr, str]]:
     """The functions `uniform`, `row`, `column` that are needed, and where later stages find their values."""
-    rest = [r for r in (roots.keep, roots.column, roots.grad) if r is not None]
+    learned = [e for x in roots.learned for e in (x.weight, *x.load.args)]
+    rest = [r for r in (roots.keep, roots.column, roots.grad, *learned) if r is not None]
     per_element = [r for r in (roots.score, *(roots.interval or ()), *rest) if r.args]
     exported = _exported(per_element, roots.tiles)
     functions: list[str] = []
@@ -274,6 +280,17 @@ def _function(
         arguments += ", d" * bool(roots.dense) + ", t" * bool(roots.tables or roots.columns)
     lines = [*writer.lines, f"return {result}"]
     return f"def {name}({arguments}):\n" + "\n".join(f"    {line}" for line in lines)
+
+
+def _learned(spec: AttentionSpec, roots: Roots, given: dict[Expr, str]) -> list[str]:
+    """`gradients`: the derivative of the score by the scaled score and by the element of each learned load;
+    `learned_index`: the indices of each of these elements."""
+    weights = [const(1.0) if roots.grad is None else roots.grad, *(x.weight for x in roots.learned)]
+    writer = Writer(spec.aux, roots.exact, given, roots.tiles, roots.unit_stride)
+    texts = iter([bare(text) for text in writer.body([i for x in roots.learned for i in x.load.args])])
+    lines = [*writer.lines, f"return {_tuple(_tuple(next(texts) for _ in x.load.args) for x in roots.learned)}"]
+    index = f"def learned_index({_ARGUMENTS['learned_index']}):\n" + "\n".join(f"    {line}" for line in lines)
+    return [_function("gradients", weights, spec, roots, given, as_tuple=True), index]
 
 
 def _tuple(texts: Iterable[str]) -> str:

@@ -78,6 +78,11 @@ def _maximal_terms(root: E.Expr, memo: dict[E.Expr, bool]) -> list[E.Expr]:
     return list(dict.fromkeys(terms))
 
 
+def is_of_distance(e: E.Expr) -> bool:
+    """Whether `e` depends on the query and the key through their distance alone (and on b, h and the lengths)."""
+    return _is_distance(e, {})
+
+
 def _is_distance(e: E.Expr, memo: dict[E.Expr, bool]) -> bool:
     if e not in memo:
         memo[e] = _compute_is_distance(e, memo)

@@ -11,11 +11,27 @@ from fa4_inductor.analysis.facts import AttentionFacts
 from fa4_inductor.analysis.intervals import largest, smallest
 from fa4_inductor.analysis.parts import Stage, drop_row_constants, stage
 from fa4_inductor.analysis.transposed import query_ranges
-from fa4_inductor.lowering.derive import score_derivative
+from fa4_inductor.lowering.derive import derivative_by, learned_loads, score_derivative
 from fa4_inductor.lowering.emit_expr import LOG2_E, clamp_loads, exact_nodes, group_by_stage
+from fa4_inductor.lowering.hoist import is_of_distance
 from fa4_inductor.lowering.log2_score import SHIFT, log2_score, scaled, shared_score, without_tile
 from fa4_inductor.spec.attention import AttentionSpec
 from fa4_inductor.spec.expr import TRUE, Expr, call, conjunction, const, index, load, score, size, substitute, walk
+
+
+@dataclass(frozen=True)
+class LearnedLoad:
+    """A load of the score whose tensor has a gradient.
+
+    Attributes:
+        load: with its indices clamped. weight: d score / d its element.
+        kind: what the indices depend on besides b and h: "uniform" nothing, "column" the key, "distance" the distance
+            of query and key, "element" anything.
+    """
+
+    load: Expr
+    weight: Expr
+    kind: str
 
 
 @dataclass
@@ -44,6 +60,7 @@ class Roots:
     unit_stride: tuple[int, ...] = ()
     tile_map: int | None = None
     grad: Expr | None = None
+    learned: tuple[LearnedLoad, ...] = ()
     exact: frozenset[Expr] = field(default_factory=frozenset)
 
     @property
@@ -124,17 +141,37 @@ def _row_interval(facts: AttentionFacts) -> tuple[Expr, Expr] | None:
     return prepared(lo), prepared(hi if condition is TRUE else call("where", condition, hi, 0))
 
 
-def with_gradient(roots: Roots, spec: AttentionSpec, fast_math: bool) -> Roots:
-    """`roots` with the derivative of the score, and bounds on the queries in the place of those on the keys."""
+def with_gradient(roots: Roots, spec: AttentionSpec, fast_math: bool, slots: tuple[int, ...] = ()) -> Roots:
+    """`roots` with the derivative of the score, and bounds on the queries in the place of those on the keys.
+
+    slots: aux tensors whose gradients are wanted.
+    """
     derivative = score_derivative(spec.score)
     grad = None
     if derivative is not const(1.0):
         grad = prepared(_of_raw_product(derivative, spec.softmax_scale))
     outside, inside = ((prepared(lo), prepared(hi)) for lo, hi in query_ranges(spec.keep))
-    logits = [e for e in (grad,) if e is not None]
-    bounds = [*outside, *inside]
+    learned = tuple(_learned_load(spec, e) for e in learned_loads(spec.score, slots))
+    logits = [e for e in (grad, *(x.weight for x in learned)) if e is not None]
+    bounds = [*outside, *inside, *(i for x in learned for i in x.load.args)]
     exact = exact_nodes(logits, bounds if fast_math else [*bounds, *logits])
-    return dataclasses.replace(roots, grad=grad, kv_range=outside, kv_full=inside, exact=roots.exact | exact)
+    return dataclasses.replace(
+        roots, grad=grad, learned=learned, kv_range=outside, kv_full=inside, exact=roots.exact | exact
+    )
+
+
+def _learned_load(spec: AttentionSpec, e: Expr) -> LearnedLoad:
+    weight = _of_raw_product(derivative_by(spec.score, e), spec.softmax_scale)
+    return LearnedLoad(prepared(e), prepared(weight), _kind(e))
+
+
+def _kind(e: Expr) -> str:
+    free = frozenset[str]().union(*(i.free for i in e.args)) & {"q_idx", "kv_idx"}
+    if not free:
+        return "uniform"
+    if free == {"kv_idx"}:
+        return "column"
+    return "distance" if all(is_of_distance(i) for i in e.args) else "element"
 
 
 def _of_raw_product(e: Expr, softmax_scale: float) -> Expr:

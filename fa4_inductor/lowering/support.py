@@ -37,7 +37,7 @@ class Operands:
     """Dtype and shapes of one site: q (B, Hq, Sq, D), k (B or 1, Hkv, Sk, D), v (B or 1, Hkv, Sk, Dv).
 
     Sizes are ints or SymInts; head dims must be ints for every implementation but the reference. `sizes` are the values
-    of `size0, size1, ...`, None where nothing is known.
+    of `size0, size1, ...`, None where nothing is known. `learned_aux`: captured tensors need gradients, too.
     """
 
     dtype: torch.dtype
@@ -51,6 +51,7 @@ class Operands:
     sizes: tuple[Any, ...] = ()
     need_lse: bool = False
     needs_grad: bool = False
+    learned_aux: bool = False
 
     @classmethod
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: Sequence[Any] = ()) -> Operands:
@@ -107,6 +108,8 @@ def supports_cute(spec: AttentionSpec, facts: AttentionFacts, operands: Operands
         return _no(DeclineReason.UNSUPPORTED_HEAD_DIM, f"head dims {head_dims}; the kernel has {known}")
     if operands.needs_grad and head_dims not in backward_config.HEAD_DIMS:
         return _no(DeclineReason.NEEDS_GRAD, f"the backward kernel does not have head dims {head_dims}")
+    if operands.learned_aux and torch.are_deterministic_algorithms_enabled():
+        return _no(DeclineReason.NEEDS_GRAD, "the kernel adds gradients of captured tensors up in no fixed order")
     for slot, aux in enumerate(spec.aux):
         if aux.dtype not in _CUTE_AUX or aux.ndim > _MAX_AUX_RANK:
             return _no(DeclineReason.UNSUPPORTED_PROGRAM, f"aux{slot} is {aux.dtype} of rank {aux.ndim}")
@@ -122,6 +125,8 @@ def supports_sdpa(spec: AttentionSpec, facts: AttentionFacts, operands: Operands
         return _no(DeclineReason.UNSUPPORTED_DTYPE, f"SDPA takes floating point, not {_name(operands.dtype)}")
     if spec.sink is not None:
         return _no(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA has no sink")
+    if operands.learned_aux:
+        return _no(DeclineReason.NEEDS_GRAD, "SDPA is used without gradients of captured tensors only")
     if operands.need_lse:
         return _no(DeclineReason.UNSUPPORTED_PROGRAM, "SDPA does not give the log-sum-exp of its rows")
     if facts.constant_slope is None:

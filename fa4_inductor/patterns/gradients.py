@@ -25,6 +25,11 @@ def trains(match: AttentionMatch) -> bool:
     return _requires_grad(match.output)
 
 
+def learned_slots(match: AttentionMatch) -> frozenset[int]:
+    """Aux slots of the site whose tensors need a gradient."""
+    return frozenset(i for i, a in enumerate(match.aux) if _requires_grad(a.node))
+
+
 def untrainable(*matches: AttentionMatch) -> Declined | None:
     """Why the gradients of a site (or of the terms of one output) cannot be those of its spec; None when they are."""
     operands = {operand.node for match in matches for operand in _operands(match)}
@@ -33,11 +38,6 @@ def untrainable(*matches: AttentionMatch) -> Declined | None:
             return _declined(matches[0], f"the gradient is stopped inside the site, by {node.name}")
         if _requires_grad(node) and not node.all_input_nodes:
             return _declined(matches[0], f"{node.name} cancels out of the program, and has a gradient of 0 in eager")
-    for match in matches:
-        known = match.spec.sink_slots
-        learned = [f"aux{i}" for i, a in enumerate(match.aux) if _requires_grad(a.node) and i not in known]
-        if learned:
-            return _declined(match, f"{', '.join(learned)} of the program needs a gradient of its own")
     return None
 
 

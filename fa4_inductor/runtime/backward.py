@@ -18,7 +18,7 @@ from fa4_inductor.runtime.operands import aligned, kernel_aux
 from fa4_inductor.settings import Settings
 from fa4_inductor.spec import AttentionSpec
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+Gradients = list[Tensor]
 _MAX_ACCUMULATED = 2**31 - 1  # elements of dQ's accumulator, whose offsets are int32 in the kernel
 
 
@@ -34,6 +34,7 @@ class _Forward:
     aux: Sequence[Tensor]
     program: str
     sizes: Sequence[int]
+    learned: tuple[int, ...]
 
 
 def backward(
@@ -48,6 +49,7 @@ def backward(
     program: str,
     sizes: Sequence[int],
     implementation: str,
+    learned: Sequence[int] = (),
 ) -> Gradients:
     """Implementation of `fa4_inductor::_backward`; what the forward got and gave, any strides.
 
@@ -55,7 +57,8 @@ def backward(
         grad_out: (B, Hq, Sq, Dv). grad_lse: (B, Hq, Sq), None where the LSE is not used.
 
     Returns:
-        Gradients of q, k and v, in their shapes and dtypes, BSHD memory.
+        Gradients of q, k and v, in their shapes and dtypes, BSHD memory, then those of the aux tensors in the slots
+        `learned`, which the score reads, contiguous.
 
     Raises:
         ValueError: for an implementation without a backward.
@@ -64,7 +67,7 @@ def backward(
     run = _RUN.get(implementation)
     if run is None:
         raise ValueError(f"implementation {implementation!r} has no backward: known are {', '.join(_RUN)}")
-    return run(_Forward(q, k, v, out, lse, aux, program, sizes), grad_out, grad_lse)
+    return run(_Forward(q, k, v, out, lse, aux, program, sizes, tuple(learned)), grad_out, grad_lse)
 
 
 def _by_reference(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
@@ -76,14 +79,16 @@ def _by_reference(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) 
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     if dtype is torch.float64:  # the op's LSE has too few bits
         lse = attention_reference(q, k, v, aux, spec, sizes, need_lse=True, dtype=dtype)[1]
-    return backward_reference(grad_out, grad_lse, q, k, v, out, lse, aux, spec, sizes, dtype=dtype)
+    rest = (q, k, v, out, lse, aux, spec, sizes)
+    grads = backward_reference(grad_out, grad_lse, *rest, learned=forward.learned, dtype=dtype)
+    return grads[:3] + [g.to(forward.aux[i].device) for i, g in zip(forward.learned, grads[3:], strict=True)]
 
 
 def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> Gradients:
     q, k, v = forward.q, forward.k, forward.v
     (batch, heads, seqlen_q, head_dim), head_dim_v = q.shape, v.shape[3]
     spec = spec_of(forward.program)
-    tile_m = backward_tile_m(head_dim, head_dim_v, spec, q.dtype)
+    tile_m = backward_tile_m(head_dim, head_dim_v, spec, q.dtype, bool(forward.learned))
     group = heads // max(k.shape[1], 1)
     if tile_m is None or not (batch and heads and seqlen_q and k.shape[2]):
         return _by_reference(forward, grad_out, grad_lse)
@@ -91,9 +96,12 @@ def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> 
     if tiles * tile_m * head_dim > _MAX_ACCUMULATED:
         log.warn_once("the gradient of q is too large for the backward kernel", "It is computed in eager torch: slow")
         return _by_reference(forward, grad_out, grad_lse)
-    dtype_dims = (q.dtype, head_dim, head_dim_v, group)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    kernel = _kernel(forward.program, *dtype_dims, grad_lse is not None, q.device, deterministic)
+    if deterministic and forward.learned:
+        log.warn_once("deterministic gradients of captured tensors", "They are computed in eager torch: slow")
+        return _by_reference(forward, grad_out, grad_lse)
+    options = (q.dtype, head_dim, head_dim_v, group, grad_lse is not None, q.device, deterministic, forward.learned)
+    kernel = _kernel(forward.program, *options)
     if kernel is None:
         return _by_reference(forward, grad_out, grad_lse)
     splits = _head_splits(batch * k.shape[1] * -(-k.shape[2] // KEYS_PER_TILE), group, q.device)
@@ -105,10 +113,14 @@ def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> 
     aux = kernel_aux(forward.aux, q.device, bool_aux) if forward.aux else None
     operands = (aligned(t) for t in (q, k, v, forward.out, grad_out))
     sizes = tuple(forward.sizes) or None
+    learned = [forward.aux[slot] for slot in forward.learned]
+    of_aux = tuple(torch.zeros(t.shape or (1,), dtype=torch.float32, device=q.device) for t in learned)
+    scratch = (stats, accumulator, turns, of_aux or None)
     with torch.cuda.device(q.device):
-        kernel(*operands, forward.lse, grad_lse, *grads, stats, accumulator, turns, spec.softmax_scale, aux, sizes)
+        kernel(*operands, forward.lse, grad_lse, *grads, *scratch, spec.softmax_scale, aux, sizes)
     dq, dk, dv = grads[0], _summed(grads[1], k), _summed(grads[2], v)
-    return dq, dk, _with_mean_rows(spec, dv, grad_out, forward.lse)
+    as_aux = (g.reshape(t.shape).to(t.device, t.dtype) for g, t in zip(of_aux, learned, strict=True))
+    return [dq, dk, _with_mean_rows(spec, dv, grad_out, forward.lse), *as_aux]
 
 
 def _head_splits(ctas: int, group: int, device: torch.device) -> int:
@@ -159,6 +171,7 @@ def _kernel(
     grad_lse: bool,
     device: torch.device,
     deterministic: bool,
+    learned: tuple[int, ...],
 ) -> Callable[..., Any] | None:
     """The compiled kernel; None, after one warning, when it cannot be had here. Strict mode raises."""
     from fa4_inductor.runtime import compile as compiler
@@ -170,7 +183,8 @@ def _kernel(
             raise KernelUnavailable(f"CuTe-DSL kernels run on NVIDIA GPUs, not on {device.type}")
         target = target_for(device)
         dims = (head_dim, head_dim_v, group)
-        key = compiler.backward_key(program, dtype, *dims, grad_lse, target, deterministic=deterministic)
+        options: dict[str, Any] = {"deterministic": deterministic, "learned": learned}
+        key = compiler.backward_key(program, dtype, *dims, grad_lse, target, **options)
         return compiler.get_kernel(key, settings)
     except KernelUnavailable as error:
         if settings.strict:

@@ -151,18 +151,21 @@ def backward_key(
     target: Target,
     *,
     deterministic: bool,
+    learned: tuple[int, ...] = (),
 ) -> CompileKey:
     """The key of a backward kernel. grad_lse: the LSE has a gradient, too. deterministic: as in `build_backward`.
+    learned: slots of the aux tensors whose gradients it computes.
 
     Raises:
         KernelUnavailable: for a dtype, head_dim or architecture that the kernel does not cover.
     """
     if not target.is_hopper:
         raise KernelUnavailable(f"the CuTe-DSL kernel is written for sm_90a, this is {target.arch} ({target.name})")
-    tile_m = backward_tile_m(head_dim, head_dim_v, parse_spec(program), dtype)
+    tile_m = backward_tile_m(head_dim, head_dim_v, parse_spec(program), dtype, bool(learned))
     if dtype not in _DTYPES or tile_m is None:
         raise KernelUnavailable(f"the backward kernel has no configuration for {dtype}, {head_dim}, {head_dim_v}")
-    config, sizes = json.dumps({"tile_m": tile_m, "deterministic": deterministic}), (head_dim, head_dim_v, group)
+    sizes = (head_dim, head_dim_v, group)
+    config = json.dumps({"tile_m": tile_m, "deterministic": deterministic, "learned": learned})
     arch = (target.arch, target.sm_count)
     return CompileKey(program, _DTYPES[dtype], *sizes, grad_lse, *arch, config, direction=_BACKWARD)
 
@@ -250,6 +253,7 @@ def _build(key: CompileKey) -> Kernel:
         options: dict[str, Any] = {"aux": aux, "num_sizes": spec.num_sizes}
         if key.direction == _BACKWARD:
             options |= {"grad_lse": key.need_lse, **json.loads(key.config)}
+            del options["learned"]  # the program says it
             return build_backward(*operands, **options)
         options["need_lse"] = key.need_lse
         if key.direction == _SPLIT:
@@ -275,7 +279,8 @@ def _program_text(spec: AttentionSpec, key: CompileKey) -> str:
     if key.direction == _TILE_MAP:
         return emit_tile_test(spec, facts(spec), dense=loads, unit_stride=unit_stride)
     if key.direction == _BACKWARD:
-        return emit_program(spec, facts(spec), need_lse=True, gradient=True)
+        learned = tuple(json.loads(key.config)["learned"])
+        return emit_program(spec, facts(spec), need_lse=True, gradient=True, learned=learned)
     tiles, of_kernel = spec.tile_map, None
     if key.direction != _SPLIT:
         config = KernelConfig.parse(key.config)

@@ -4,7 +4,8 @@
     fa4_inductor::attention_with_lse(q, k, v, aux, program, sizes, implementation) -> (out, lse)
     fa4_inductor::_forward(q, k, v, aux, program, sizes, implementation, need_lse) -> (out, lse)
     fa4_inductor::_forward_without_lse(q, k, v, aux, program, sizes, implementation) -> out
-    fa4_inductor::_backward(grad_out, grad_lse, q, k, v, out, lse, aux, program, sizes, implementation) -> (dq, dk, dv)
+    fa4_inductor::_backward(grad_out, grad_lse, q, k, v, out, lse, aux, program, sizes, implementation, learned)
+        -> [dq, dk, dv, gradients of the aux tensors in the slots `learned`]
     fa4_inductor::tile_map(aux, program, sizes, batch, heads, seqlen_q, seqlen_k, tile_m, tile_n) -> map
 
 The first two are composite: while AOTAutograd traces, they become the others, which have device implementations and a
@@ -41,13 +42,14 @@ _library.define(
 )
 _library.define(
     "_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor[] aux, str program, SymInt[] sizes, str implementation) -> (Tensor, Tensor, Tensor)",
+    "Tensor[] aux, str program, SymInt[] sizes, str implementation, int[] learned) -> Tensor[]",
     tags=_TAGS,
 )
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with gradients for q, k and v. Keeps q, k, v, aux, out and the LSE: nothing as large as the scores."""
+    """Attention with gradients for q, k, v and captured tensors. Keeps q, k, v, aux, out and the LSE, nothing as large
+    as the scores."""
 
     @staticmethod
     def forward(
@@ -66,15 +68,21 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *aux = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         learned = [slot for slot, needed in enumerate(ctx.needs_input_grad[6:]) if needed]
+        program, sizes, _ = ctx.program
+        spec = launch.spec_of(program)
+        in_score, in_sink = ([i for i in learned if i in slots] for slots in (spec.score_slots, spec.sink_reads))
         with torch.no_grad():
-            grads = torch.ops.fa4_inductor._backward(grad_out, grad_lse, q, k, v, out, lse, aux, *ctx.program)
-            if learned:
-                program, sizes, _ = ctx.program
-                rest = (out, lse, aux, launch.spec_of(program), k.shape[2], sizes)
-                grads = (*grads, *sink_gradients(learned, grad_out, grad_lse, *rest))
+            operands = (grad_out, grad_lse, q, k, v, out, lse, aux, *ctx.program)
+            grads = torch.ops.fa4_inductor._backward(*operands, in_score)
+            of_aux = dict(zip(in_score, grads[3:], strict=True))
+            if in_sink:
+                of_sink = sink_gradients(in_sink, grad_out, grad_lse, out, lse, aux, spec, k.shape[2], sizes)
+                for slot, gradient in zip(in_sink, of_sink, strict=True):
+                    of_aux[slot] = of_aux[slot] + gradient if slot in of_aux else gradient
+        slots, grads = list(of_aux), (*grads[:3], *of_aux.values())
         if torch.is_grad_enabled():
             grads = _OnlyOnce.apply(len(grads), *grads, grad_out, q, k, v, *aux)
-        of_aux = dict(zip(learned, grads[3:], strict=True))
+        of_aux = dict(zip(slots, grads[3:], strict=True))
         return *grads[:3], None, None, None, *(of_aux.get(slot) for slot in range(len(aux)))
 
 
@@ -94,13 +102,10 @@ class _OnlyOnce(torch.autograd.Function):
         raise RuntimeError("fa4_inductor::attention has no second derivative")
 
 
-def _needs_grad(q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, implementation: str) -> bool:
+def _needs_grad(q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], implementation: str) -> bool:
     if not torch.is_grad_enabled():
         return False
-    learned = {slot for slot, t in enumerate(aux) if t.requires_grad}
-    if learned - launch.spec_of(program).sink_slots:
-        raise RuntimeError("fa4_inductor::attention has no gradient for captured tensors beside sinks: detach them")
-    needed = bool(learned) or any(t.requires_grad for t in (q, k, v))
+    needed = any(t.requires_grad for t in (q, k, v, *aux))
     if needed and implementation not in backward.IMPLEMENTATIONS:
         known = ", ".join(backward.IMPLEMENTATIONS)
         raise RuntimeError(f"fa4_inductor::attention by {implementation!r} has no backward: known are {known}")
@@ -110,7 +115,7 @@ def _needs_grad(q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], implementation: str
 ) -> Tensor:
-    if _needs_grad(q, k, v, aux, program, implementation):
+    if _needs_grad(q, k, v, aux, implementation):
         return _Attention.apply(q, k, v, program, sizes, implementation, *aux)[0]
     return torch.ops.fa4_inductor._forward_without_lse(q, k, v, aux, program, sizes, implementation)
 
@@ -118,7 +123,7 @@ def _attention(
 def _attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor], program: str, sizes: Sequence[int], implementation: str
 ) -> tuple[Tensor, Tensor]:
-    if _needs_grad(q, k, v, aux, program, implementation):
+    if _needs_grad(q, k, v, aux, implementation):
         return _Attention.apply(q, k, v, program, sizes, implementation, *aux)
     return torch.ops.fa4_inductor._forward(q, k, v, aux, program, sizes, implementation, True)
 
@@ -165,9 +170,21 @@ def _tile_map_fake(
 
 
 def _backward_fake(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _bshd(q, q.shape), _bshd(k, k.shape), _bshd(v, v.shape)
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    aux: Sequence[Tensor],
+    program: str,
+    sizes: Sequence[int],
+    implementation: str,
+    learned: Sequence[int],
+) -> list[Tensor]:
+    of_aux = (aux[slot].new_empty(aux[slot].shape) for slot in learned)
+    return [_bshd(q, q.shape), _bshd(k, k.shape), _bshd(v, v.shape), *of_aux]
 
 
 _library.impl("attention", _attention, "CompositeImplicitAutograd")

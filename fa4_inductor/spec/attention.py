@@ -103,6 +103,16 @@ class AttentionSpec:
         return frozenset(n.value for n in walk(self.sink) if n.op == "load") - elsewhere
 
     @property
+    def sink_reads(self) -> frozenset[int]:
+        """Aux slots that the sink reads."""
+        return frozenset() if self.sink is None else frozenset(n.value for n in walk(self.sink) if n.op == "load")
+
+    @property
+    def score_slots(self) -> frozenset[int]:
+        """Aux slots that the score reads."""
+        return frozenset(n.value for n in walk(self.score) if n.op == "load")
+
+    @property
     def text(self) -> str:
         """The program text (`spec.printer`): the identity of this spec."""
         from fa4_inductor.spec.printer import print_spec

@@ -18,6 +18,7 @@ from fa4_inductor.lowering.emit_program import emit_program, write_program
 from fa4_inductor.spec import AttentionSpec, AuxSpec, parse_expr
 
 _AUX = (AuxSpec("bool", 2), AuxSpec("float32", 1))
+_LEARNED_AUX = (AuxSpec("bfloat16", 3), AuxSpec("float32", 4), AuxSpec("float32", 0), AuxSpec("float32", 2))
 SPECS = {
     "plain": AttentionSpec(0.125),
     "causal": AttentionSpec(0.125, keep=parse_expr("kv_idx <= q_idx")),
@@ -29,6 +30,16 @@ SPECS = {
         aux=_AUX,
     ),
 }
+LEARNED = {
+    "bias": ("score + aux0[h, q_idx, kv_idx]", 0, 4 + 32, 49),
+    "table": ("score + aux1[0, h, kv_idx - q_idx + seqlen_q + 255, 0]", 1, 4 + 18, 81),
+    "temperature": ("score * aux2[()]", 2, 4 + 1, 0),
+    "keys": ("score + aux3[b, kv_idx]", 3, 4 + 2, 6),
+}
+SPECS |= {
+    name: AttentionSpec(0.125, score=parse_expr(score, _LEARNED_AUX), aux=_LEARNED_AUX)
+    for name, (score, *_) in LEARNED.items()
+}
 pytestmark = pytest.mark.skipif(sass.cuobjdump() is None, reason="needs the cuobjdump of the Triton wheel")
 
 
@@ -37,16 +48,20 @@ def _hopper(monkeypatch):
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
 
 
-def kernels(name: str, head_dim: int, folder: Path, **options) -> list[list[tuple[int, str]]]:
+def kernels(
+    name: str, head_dim: int, folder: Path, learned: tuple[int, ...] = (), **options
+) -> list[list[tuple[int, str]]]:
     """The code of the three kernels: before, main, after (in any order)."""
     spec = SPECS[name]
-    path = write_program(emit_program(spec, facts(spec), need_lse=True, gradient=True), f"bwd_{name}", folder)
+    path = write_program(
+        emit_program(spec, facts(spec), need_lse=True, gradient=True, learned=learned), f"bwd_{name}", folder
+    )
     module_spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
     compiled = build_backward(
         module, "bfloat16", head_dim, head_dim, 1, aux=tuple((a.dtype, a.ndim) for a in spec.aux),
-        tile_m=backward_tile_m(head_dim, head_dim, spec, torch.bfloat16),
+        tile_m=backward_tile_m(head_dim, head_dim, spec, torch.bfloat16, bool(learned)),
         options=f"--keep-cubin --dump-dir={folder}", **options,
     )  # fmt: skip
     result: list[list[tuple[int, str]]] = []
@@ -77,13 +92,26 @@ def test_machine_code(name, head_dim, spills, tmp_path):
     assert opcodes["REDG"] == rows * head_dim // 256 // 4
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_of_captured_tensors_compile(name, head_dim, tmp_path):
+    _, slot, additions, spills = LEARNED[name]
+    code = kernels(name, head_dim, tmp_path, (slot,))
+    main = max(code, key=len)
+    opcodes = Counter(sass.opcode(text) for _, text in main)
+    assert opcodes["WARPGROUP"] <= 10, "ptxas has serialised the wgmma"
+    assert opcodes["REDG"] == additions + (4 if head_dim == 128 else 0)
+    assert sass.spills(main) <= (spills if head_dim == 128 else 0)
+
+
 def test_a_gradient_of_the_lse_compiles(tmp_path):
     assert len(kernels("plain", 64, tmp_path, grad_lse=True)) == 3
 
 
 def test_programs_of_backward_kernels(tmp_path):
     text = {n: emit_program(s, facts(s), need_lse=True, gradient=True) for n, s in SPECS.items()}
-    assert ["def score_grad" in text[n] for n in SPECS] == [False, False, True, False]
+    assert [n for n in SPECS if "def score_grad" in text[n]] == ["softcap", "temperature"]
+    assert not any("LEARNED" in t for t in text.values())
     assert "keep_column" not in text["alibi_padded"]
     assert Counter(text["softcap"].split())["tanh_approx"] == 0  # the names are qualified
     assert text["softcap"].count("ops.tanh_approx") >= 2

@@ -209,17 +209,52 @@ def learned_bias(q, k, v, bias):
     return torch.softmax(q @ k.transpose(2, 3) + bias, -1) @ v
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_captured_tensors_that_learn(uncompiled, implementation):
-    check(learned_bias, [*qkv(), torch.randn(3, 6, 6).requires_grad_()], implementation)
+def test_captured_tensors_that_learn():
+    check(learned_bias, [*qkv(), torch.randn(3, 6, 6).requires_grad_()], rtol=1e-4, atol=1e-5)
+    assert fused() == 1
+
+
+def test_sdpa_is_not_used_for_captured_tensors_that_learn(uncompiled):
+    check(learned_bias, [*qkv(), torch.randn(3, 6, 6).requires_grad_()], "auto")
     assert left("needs_grad")
 
 
-def test_a_parameter_that_cancels_out_keeps_its_gradient_of_zero(uncompiled):
+def relative_table(q, k, v, table):
+    distance = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
+    bias = table[distance.abs().clamp(max=3)].permute(2, 0, 1)
+    return torch.softmax(q @ k.transpose(2, 3) + bias, -1) @ v
+
+
+def test_a_table_of_distances_that_learns():
+    check(relative_table, [*qkv(), torch.randn(4, 3).requires_grad_()], rtol=1e-4, atol=1e-5)
+    assert fused() == 1
+
+
+def temperature(q, k, v, slopes, factor):
+    distance = (torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]).float()
+    return torch.softmax(q @ k.transpose(2, 3) * factor + slopes[:, None, None] * distance, -1) @ v
+
+
+def test_slopes_and_a_temperature_that_learn():
+    check(
+        temperature, [*qkv(), torch.rand(3).requires_grad_(), torch.tensor(0.5).requires_grad_()], rtol=1e-4, atol=1e-4
+    )
+    assert fused() == 1
+
+
+def test_a_bias_by_row_that_the_output_does_not_depend_on(uncompiled):
     def f(q, k, v, row):
         return torch.softmax(q @ k.transpose(2, 3) + row[:, None], -1) @ v
 
-    check(f, [*qkv(), torch.randn(6).requires_grad_()])
+    check(f, [*qkv(), torch.randn(6).requires_grad_()], rtol=1e-4, atol=1e-5)
+    assert fused() == 1
+
+
+def test_a_parameter_that_cancels_out_keeps_its_gradient_of_zero(uncompiled):
+    def f(q, k, v, factor):
+        return torch.softmax(q @ k.transpose(2, 3) + factor - factor, -1) @ v
+
+    check(f, [*qkv(), torch.randn(6, 6).requires_grad_()], rtol=1e-4, atol=1e-5)
     assert left("needs_grad")
 
 

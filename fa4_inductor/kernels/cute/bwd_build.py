@@ -1,7 +1,7 @@
 """Build the sm_90a backward attention kernel: the entry that the runtime calls.
 
     compiled = build_backward(program, dtype, head_dim, head_dim_v, group, aux=..., num_sizes=..., grad_lse=False)
-    compiled(q, k, v, out, do, lse, grad_lse, dq, dk, dv, stats, accumulator, turns, softmax_scale, aux, sizes)
+    compiled(q, k, v, out, do, lse, grad_lse, dq, dk, dv, stats, accumulator, turns, learned, softmax_scale, aux, sizes)
 
 One compiled function serves every batch size, every number of heads with that group, every length and every stride.
 
@@ -14,6 +14,8 @@ Call signature of `compiled`, as that of the forward (build.py), whose rules for
     stats        (B * Hq * num_m * 2, tile_m) float32, contiguous, and
     accumulator  (B * Hq * num_m, tile_m * D) float32, contiguous: scratch, where num_m = ceil(Sq / tile_m)
     turns        (B * Hq * num_m, 2) int32, contiguous: scratch of a deterministic kernel, None for others
+    learned      tuple of float32 tensors, innermost stride 1: the gradients of the aux tensors in the program's LEARNED
+            slots are added to them; of the shapes of these, (1,) for a scalar; None without such slots
 Not launched for B * Hq * Sq == 0 or Sk == 0.
 """
 
@@ -32,6 +34,17 @@ from fa4_inductor.kernels.cute.bwd_sm90 import BwdSm90
 def _rows(length: int) -> Any:
     """Fake contiguous float32 (any, length)."""
     return make_fake_tensor(Float32, (cute.sym_int32(), length), (length, 1), assumed_align=16)
+
+
+def _learned_operands(aux: tuple[tuple[str, int], ...], learned: tuple[tuple[int, str], ...]) -> tuple | None:
+    """Fake float32 tensors of the ranks of the learned aux tensors."""
+    ranks = [max(aux[slot][1], 1) for slot in dict.fromkeys(slot for slot, _ in learned)]
+    return tuple(
+        make_fake_tensor(
+            Float32, tuple(cute.sym_int32() for _ in range(n)), (*(cute.sym_int64() for _ in range(n - 1)), 1)
+        )
+        for n in ranks
+    ) or None
 
 
 def build_backward(
@@ -70,6 +83,7 @@ def build_backward(
         _rows(tile_m),
         _rows(tile_m * head_dim),
         make_fake_tensor(Int32, (cute.sym_int32(), 2), (2, 1)) if deterministic else None,
+        _learned_operands(aux, bwd.program.learned),
         Float32(1.0),
         aux_operands(aux, bwd.program.unit_stride),
         tuple(Int32(1) for _ in range(num_sizes)) or None,

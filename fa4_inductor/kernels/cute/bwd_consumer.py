@@ -13,6 +13,7 @@ from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa4_inductor.kernels.cute import fragment, ops
+from fa4_inductor.kernels.cute.bwd_aux import LearnedGradients
 from fa4_inductor.kernels.cute.bwd_tiles import QueryTiles, next_visitor
 from fa4_inductor.kernels.cute.consumer import issue_gemm
 from fa4_inductor.kernels.cute.producer import advance
@@ -33,11 +34,16 @@ class KeyCoordinates(TraceObject):
         self.u = bwd.program.uniform(ctx, b, h)
         self.columns = tuple(bwd.program.column(ctx, b, h, k, self.u) for k in self.keys)
 
+    def where(self, q_idx: Int32, r: int, row: tuple) -> tuple:
+        """Arguments of the program's functions for its key r and a query with these values."""
+        return self.b, self.h, q_idx, self.keys[r], self.u, row, self.columns[r]
+
 
 class BwdConsumer(TraceObject):
     """Operand descriptors, accumulators and the steps of one query tile."""
 
-    def __init__(self, bwd, ctx, bars, smem, wg: Int32, lane: Int32):
+    def __init__(self, bwd, ctx, bars, smem, wg: Int32, lane: Int32, learned):
+        self.learned = LearnedGradients(bwd.program, ctx, learned, lane) if bwd.program.learned else None
         self.bwd, self.ctx, self.bars, self.smem = bwd, ctx, bars, smem
         self.wg, self.lane = wg, lane
         self.unit = ctx.softmax_scale * ops.LOG2_E if bwd.program.plain else Float32(1.0)
@@ -78,7 +84,7 @@ class BwdConsumer(TraceObject):
         return ops.unpack_floats(pairs[4 * j + self.lane % 4, index])
 
     def probabilities(self, at: KeyCoordinates, m: Int32, index: Int32, mask: bool) -> None:
-        """P^T = exp2(score - LSE) in half precision into `p_half`, and P^T * score' into `s`.
+        """P^T = exp2(score - LSE) in half precision into `p_half`, and P^T * score' into `s`, which otherwise stays.
 
         LSE is +inf for rows that keep nothing and for rows behind the last one.
         """
@@ -94,10 +100,9 @@ class BwdConsumer(TraceObject):
                 p = []
                 for e in range(2):
                     i = 4 * j + 2 * r + e
-                    where = (at.b, at.h, q_idx[e], at.keys[r], at.u, rows[e], at.columns[r])
-                    value, weighted = self._element(s[i], lse[e], where, mask)
+                    value, weighted = self._element(s[i], lse[e], at.where(q_idx[e], r, rows[e]), mask)
                     p.append(value)
-                    if not bwd.keeps_half:
+                    if not (bwd.keeps_half or self.learned):
                         s[i] = weighted
                 words[2 * j + r] = ops.pack_half2(p[0], p[1], bwd.dtype)
 
@@ -113,7 +118,7 @@ class BwdConsumer(TraceObject):
             if program.masked:
                 keep = keep & program.keep(ctx, *where)
             p = ops.select(keep, p, Float32(0.0))
-        if not program.has_score_grad:
+        if self.learned or not program.has_score_grad:
             return p, p
         # the derivative of a key that does not take part may be anything
         grad = p * program.score_grad(ctx, raw, *where)
@@ -127,8 +132,11 @@ class BwdConsumer(TraceObject):
         else:
             self.probabilities(at, m, index, True)
 
-    def score_gradients(self, index: Int32) -> None:
+    def score_gradients(self, at: KeyCoordinates, m: Int32, index: Int32) -> None:
         """dS^T / softmax_scale = P^T score' (dP^T - delta) in half precision into `ds_half`."""
+        if self.learned:
+            self._all_gradients(at, m, index)
+            return
         s, dp = fragment.flat(self.s), fragment.flat(self.dp)
         words = fragment.flat(cute.recast_tensor(fragment.flat(self.ds_half), Int32))
         p_words = fragment.flat(cute.recast_tensor(fragment.flat(self.p_half), Int32))
@@ -140,6 +148,42 @@ class BwdConsumer(TraceObject):
                     p = ops.unpack_bf16(p_words[2 * j + r])
                 low, high = (p[e] * (dp[4 * j + 2 * r + e] - delta[e]) for e in range(2))
                 words[2 * j + r] = ops.pack_half2(low, high, self.bwd.dtype)
+
+    def _all_gradients(self, at: KeyCoordinates, m: Int32, index: Int32) -> None:
+        """`score_gradients`, and those of captured tensors, from P^T in half precision and the raw product in `s`."""
+        bwd, program, learned = self.bwd, self.bwd.program, self.learned
+        s, dp = fragment.flat(self.s), fragment.flat(self.dp)
+        words = fragment.flat(cute.recast_tensor(fragment.flat(self.ds_half), Int32))
+        p_words = fragment.flat(cute.recast_tensor(fragment.flat(self.p_half), Int32))
+        first = m * bwd.tile_m + fragment.thread_column(self.lane)
+        learned.begin()
+        where: list = []
+        for j in range(bwd.tile_m // 8):
+            delta = self.statistic(self.smem.delta_pairs, j, index)
+            q_idx = [first + 8 * j + e for e in range(2)]
+            rows = [program.row(self.ctx, at.b, at.h, q, at.u) for q in q_idx]
+            for r in (1, 0):
+                p = ops.unpack_half(p_words[2 * j + r], bwd.dtype)
+                where = [at.where(q_idx[e], r, rows[e]) for e in range(2)]
+                pair = []
+                for e in range(2):
+                    i = 4 * j + 2 * r + e
+                    change = p[e] * (dp[i] - delta[e])
+                    dropped = p[e] == 0.0  # the derivatives of a key that does not take part may be anything
+                    grads = [
+                        ops.select(dropped, Float32(0.0), change * g)
+                        for g in program.gradients(self.ctx, s[i], *where[e])
+                    ]
+                    learned.add(r, e, where[e], tuple(grads[1:]))
+                    pair.append(grads[0])
+                words[2 * j + r] = ops.pack_half2(*pair, bwd.dtype)
+        learned.end(where)
+
+    def flush(self, at: KeyCoordinates) -> None:
+        """After the query tiles of a head: what captured tensors get from all of them."""
+        if self.learned:
+            rows = self.bwd.program.row(self.ctx, at.b, at.h, Int32(0), at.u)
+            self.learned.flush([at.where(Int32(0), r, rows) for r in range(fragment.ROWS)])
 
     def share(self, slot: Int32) -> None:
         """dS^T of this warpgroup into its slab of shared memory; returns when both are there."""
@@ -204,7 +248,7 @@ class BwdConsumer(TraceObject):
         self.probabilities_of(at, m, index, full)
         issue_gemm(self.mma_dv, self.dv, self.p_half, self.do_t[None, None, None, index], zero=False)
         warpgroup.wait_group(1)
-        self.score_gradients(index)
+        self.score_gradients(at, m, index)
         self.share(slot)
         self.issue_dq(slot)
         issue_gemm(self.mma_dk, self.dk, self.ds_half, self.q_t[None, None, None, index], zero=False)
@@ -270,10 +314,13 @@ def consume(
         h = heads.first + g
         at = KeyCoordinates(bwd, ctx, n, h, b, consumer.wg, consumer.lane)
         tiles = QueryTiles(bwd.program, ctx, b, h, n, bwd.tile_m, bwd.tile_n)
+        if cutlass.const_expr(consumer.learned is not None):
+            consumer.learned.clear()
         for m in cutlass.range(tiles.first, tiles.end, unroll=1):
             row = (b * num_heads + h) * num_m + m
             consumer.step(at, m, row, (index, phase, slot), tiles.full(m), (accumulator, turns))
             index, phase = advance(index, phase, bwd.num_stages)
             slot = slot ^ 1
+        consumer.flush(at)
     consumer.store(consumer.dk, dk, ctx.softmax_scale, n, slot_of_heads, b)
     consumer.store(consumer.dv, dv, Float32(1.0), n, slot_of_heads, b)

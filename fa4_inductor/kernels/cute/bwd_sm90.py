@@ -113,6 +113,7 @@ class BwdSm90:
         stats: cute.Tensor,
         accumulator: cute.Tensor,
         turns,
+        learned,
         softmax_scale: Float32,
         aux,
         sizes,
@@ -149,6 +150,7 @@ class BwdSm90:
             stats,
             accumulator,
             turns,
+            learned,
             dk,
             dv,
             softmax_scale,
@@ -212,6 +214,7 @@ class BwdSm90:
         stats: cute.Tensor,
         accumulator: cute.Tensor,
         turns,
+        learned,
         dk: cute.Tensor,
         dv: cute.Tensor,
         softmax_scale: Float32,
@@ -247,7 +250,7 @@ class BwdSm90:
             cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
             tidx, _, _ = cute.arch.thread_idx()
             wg = cute.arch.make_warp_uniform(tidx // 128 - 1)
-            consumer = BwdConsumer(self, ctx, bars, smem, wg, tidx % 128)
+            consumer = BwdConsumer(self, ctx, bars, smem, wg, tidx % 128, learned)
             consume(consumer, accumulator, turns, dk, dv, n, heads, slot, b, num_m, num_heads)
 
     def _smem_tensors(self, storage) -> SimpleNamespace:

@@ -225,6 +225,40 @@ def add_to_memory(address: Int64, values: tuple, *, loc=None, ip=None) -> None:
     )
 
 
+@dsl_user_op
+def add_float(address: Int64, value: Float32, *, loc=None, ip=None) -> None:
+    """Add one fp32 number to global memory, atomically, without reading it."""
+    llvm.inline_asm(
+        None,
+        [Int64(address).ir_value(loc=loc, ip=ip), Float32(value).ir_value(loc=loc, ip=ip)],
+        "red.global.add.f32 [$0], $1;",
+        "l,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dsl_user_op
+def unpack_f16(word: Int32, *, loc=None, ip=None) -> tuple[Float32, Float32]:
+    """The two fp16 numbers of a word, the lower first."""
+    pair = llvm.inline_asm(
+        llvm.StructType.get_literal([T.f32(), T.f32()]),
+        [Int32(word).ir_value(loc=loc, ip=ip)],
+        "{ .reg .f16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+        "=f,=f,r",
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return tuple(Float32(llvm.extractvalue(T.f32(), pair, [i], loc=loc, ip=ip)) for i in range(2))
+
+
+def unpack_half(word: Int32, dtype: type) -> tuple[Float32, Float32]:
+    """The two numbers of a word of this half type, the lower first."""
+    return unpack_bf16(word) if dtype is cutlass.BFloat16 else unpack_f16(word)
+
+
 def unpack_bf16(word: Int32) -> tuple[Float32, Float32]:
     """The two bf16 numbers of a word, one instruction each: a bf16 is the upper half of an fp32."""
     return bits_to_float(word << 16), bits_to_float(word & Int32(-65536))

@@ -50,6 +50,10 @@ class Program(TraceObject):
     SPECIAL_FUNCTIONS (optional, 0): operations of the special function unit that a score takes.
     UNIT_STRIDE (optional): slots of the aux tensors whose innermost stride is 1.
     `score_grad` (optional): the derivative of the score, 1 where it is missing; for backward kernels only.
+    LEARNED (optional): (slot, kind) of each load of the score whose tensor has a gradient, for backward kernels; what
+    its indices depend on besides b and h: "uniform" nothing, "column" the key, "distance" query and key through their
+    distance, "element" anything. `gradients` gives the derivatives of the score by the scaled score and by each of
+    these elements, `learned_index` their indices.
     TILE_MAP (optional): slot of the map that lists the key tiles to visit, for tiles of the kernel's size.
     DENSE (optional): slots of the aux tensors that come as tiles [q_idx, kv_idx] through shared memory; `dense_index`
     gives the indices before these two for each, and score, shifted_score and keep get their elements as one more
@@ -88,6 +92,7 @@ class Program(TraceObject):
         self.may_fill: bool = bool(self.dense) or getattr(module, "FILLS", False)
         self.has_interval = hasattr(module, "kv_interval")
         self.has_keep = hasattr(module, "keep")
+        self.learned: tuple[tuple[int, str], ...] = getattr(module, "LEARNED", ())
 
     @property
     def needs_v_mean(self) -> bool:
@@ -153,6 +158,15 @@ class Program(TraceObject):
     def score_grad(self, ctx: ProgramContext, s: Float32, b, h, q_idx, kv_idx, u, r, c) -> Float32:
         """Derivative of the score with respect to the scaled score, at the raw product s."""
         return Float32(self.module.score_grad(ctx, self._product(ctx, s), b, h, q_idx, kv_idx, u, r, c))
+
+    def gradients(self, ctx: ProgramContext, s: Float32, b, h, q_idx, kv_idx, u, r, c) -> tuple[Float32, ...]:
+        """Derivatives of the score, at the raw product s, by the scaled score and by each learned element."""
+        values = self.module.gradients(ctx, self._product(ctx, s), b, h, q_idx, kv_idx, u, r, c)
+        return tuple(Float32(x) for x in values)
+
+    def learned_index(self, ctx: ProgramContext, b, h, q_idx, kv_idx, u, r, c) -> tuple[tuple, ...]:
+        """Indices of each learned element in its tensor."""
+        return self.module.learned_index(ctx, b, h, q_idx, kv_idx, u, r, c)
 
     @property
     def has_keep_column(self) -> bool:

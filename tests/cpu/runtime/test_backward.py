@@ -58,8 +58,9 @@ def test_opcheck_of_the_backward():
     q, k, v, aux = (t.detach() if isinstance(t, torch.Tensor) else t for t in operands(torch.float32))
     out, lse = torch.ops.fa4_inductor._forward(q, k, v, aux, PROGRAM, [4], "reference", True)
     for grad_lse in (None, torch.randn_like(lse)):
-        args = (torch.randn_like(out), grad_lse, q, k, v, out, lse, aux, PROGRAM, [4], "reference")
-        torch.library.opcheck(torch.ops.fa4_inductor._backward.default, args)
+        for learned in ([], [0]):
+            args = (torch.randn_like(out), grad_lse, q, k, v, out, lse, aux, PROGRAM, [4], "reference", learned)
+            torch.library.opcheck(torch.ops.fa4_inductor._backward.default, args)
 
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (0, 2)])
@@ -138,10 +139,48 @@ def test_a_second_derivative_of_a_sink_is_refused():
         grad.square().sum().backward()
 
 
-def test_other_captured_tensors_have_no_gradient():
-    q, k, v, aux = operands()
-    with pytest.raises(RuntimeError, match="captured tensors"):
-        attention(q, k, v, [aux[0].requires_grad_()])
+_LEARNED_AUX = (AuxSpec("float64", 3), AuxSpec("float64", 1), AuxSpec("float64", 2), AuxSpec("int64", 1))
+
+
+@pytest.mark.parametrize(
+    ("score", "keep"),
+    [
+        ("score + aux0[h, q_idx, kv_idx]", "kv_idx <= q_idx"),
+        ("3.0 * tanh((score + aux0[0, q_idx, kv_idx]) * 0.5)", "True"),
+        ("score * aux1[h] + aux2[h, kv_idx - q_idx + seqlen_q]", "kv_idx < size0"),
+        ("score + aux2[aux3[kv_idx], h] * aux1[0] - aux1[b] * float(kv_idx - q_idx)", "kv_idx <= q_idx + 2"),
+        ("where(score > 0.0, score * aux1[h], aux1[h + 1] * score) + aux2[h, kv_idx]", "True"),
+    ],
+)
+def test_gradients_of_captured_tensors(score, keep):
+    program = AttentionSpec(
+        0.3, score=parse_expr(score, _LEARNED_AUX), keep=parse_expr(keep, _LEARNED_AUX), aux=_LEARNED_AUX, num_sizes=1
+    )
+    q, k, v, _ = operands()
+    shapes = ((4, 5, 6), (5,), (6, 12))
+    aux = [torch.randn(s, dtype=torch.float64).requires_grad_() for s in shapes] + [torch.arange(6) % 3]
+    read = [aux[slot] for slot in sorted(program.score_slots) if slot < 3]
+
+    def run(q, k, v, *learned):
+        values = dict(zip(sorted(program.score_slots), learned))
+        tensors = [values.get(i, t.detach()) for i, t in enumerate(aux)]
+        return ATTENTION(q, k, v, tensors, program.text, [4], "reference")
+
+    assert torch.autograd.gradcheck(run, (q, k, v, *read))
+
+
+def test_a_tensor_that_score_and_sink_read_gets_both_gradients():
+    aux_spec = (AuxSpec("float32", 1),)
+    score, sink = (parse_expr(text, aux_spec) for text in ("score * aux0[h]", "aux0[h] - 1.0"))
+    text = AttentionSpec(0.3, score=score, sink=sink, aux=aux_spec).text
+    q, k, v, _ = operands(torch.float32)
+    a = torch.randn(4).requires_grad_()
+    scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 0.3 * a.view(4, 1, 1)
+    column = (a.view(1, 4, 1, 1) - 1).expand(2, 4, 5, 1)
+    want = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1] @ v.repeat_interleave(2, 1)
+    got = ATTENTION(q, k, v, [a], text, [], "reference")
+    got, want = (torch.autograd.grad(out.square().sum(), (q, k, v, a)) for out in (got, want))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_an_implementation_without_backward_is_refused():
@@ -157,6 +196,7 @@ def test_under_inductor_with_dynamic_lengths():
     compiled = torch.compile(f, dynamic=True, fullgraph=True)
     for length in (6, 9):
         q, k, v, aux = operands(torch.float32, length, length + 2)
-        got = torch.autograd.grad(compiled(q, k, v, aux[0]).square().sum(), (q, k, v))
+        wanted = (q, k, v, aux[0].requires_grad_())
+        got = torch.autograd.grad(compiled(q, k, v, aux[0]).square().sum(), wanted)
         want = eager(q * 2, k, v, aux, length + 1).square().sum()
-        torch.testing.assert_close(got, torch.autograd.grad(want, (q, k, v)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, torch.autograd.grad(want, wanted), rtol=1e-4, atol=1e-4)
