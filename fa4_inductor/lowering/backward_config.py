@@ -9,8 +9,13 @@ from fa4_inductor.spec.attention import AttentionSpec
 from fa4_inductor.spec.expr import const
 
 KEYS_PER_TILE = 128
-HEAD_DIMS = ((64, 64), (128, 128))
+HEAD_DIMS = tuple((d, dv) for d in (64, 80, 96, 128) for dv in (64, 80, 96, 128))
 """Pairs (head_dim, head_dim_v) that the kernel has."""
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The columns of a tile in shared memory and in the accumulator of dQ."""
+    return 64 if head_dim <= 64 else 128
 
 
 def keeps_half_p(spec: AttentionSpec, dtype: torch.dtype) -> bool:
@@ -27,4 +32,5 @@ def backward_tile_m(
     """
     if (head_dim, head_dim_v) not in HEAD_DIMS:
         return None
-    return 128 if head_dim == 64 and keeps_half_p(spec, dtype) and not learned else 64
+    narrow = (head_dim, head_dim_v) == (64, 64)
+    return 128 if narrow and keeps_half_p(spec, dtype) and not learned else 64

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fa4_inductor import log
 from fa4_inductor.errors import KernelUnavailable
-from fa4_inductor.lowering.backward_config import KEYS_PER_TILE, backward_tile_m
+from fa4_inductor.lowering.backward_config import KEYS_PER_TILE, backward_tile_m, padded_head_dim
 from fa4_inductor.runtime.launch import spec_of
 from fa4_inductor.runtime.operands import aligned, kernel_aux
 from fa4_inductor.settings import Settings
@@ -93,7 +93,8 @@ def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> 
     if tile_m is None or not (batch and heads and seqlen_q and k.shape[2]):
         return _by_reference(forward, grad_out, grad_lse)
     tiles = batch * heads * -(-seqlen_q // tile_m)
-    if tiles * tile_m * head_dim > _MAX_ACCUMULATED:
+    accumulated = tile_m * padded_head_dim(head_dim)
+    if tiles * accumulated > _MAX_ACCUMULATED:
         log.warn_once("the gradient of q is too large for the backward kernel", "It is computed in eager torch: slow")
         return _by_reference(forward, grad_out, grad_lse)
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -107,7 +108,7 @@ def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> 
     splits = _head_splits(batch * k.shape[1] * -(-k.shape[2] // KEYS_PER_TILE), group, q.device)
     grads = _empty_like(q, batch), _empty_like(k, batch, splits), _empty_like(v, batch, splits)
     stats = q.new_empty((2 * tiles, tile_m), dtype=torch.float32)
-    accumulator = q.new_empty((tiles, tile_m * head_dim), dtype=torch.float32)
+    accumulator = q.new_empty((tiles, accumulated), dtype=torch.float32)
     turns = q.new_empty((tiles, 2), dtype=torch.int32) if deterministic else None
     bool_aux = any(a.dtype == "bool" for a in spec.aux)
     aux = kernel_aux(forward.aux, q.device, bool_aux) if forward.aux else None

@@ -49,9 +49,15 @@ def _hopper(monkeypatch):
 
 
 def kernels(
-    name: str, head_dim: int, folder: Path, learned: tuple[int, ...] = (), **options
+    name: str,
+    head_dim: int,
+    folder: Path,
+    learned: tuple[int, ...] = (),
+    head_dim_v: int | None = None,
+    **options,
 ) -> list[list[tuple[int, str]]]:
     """The code of the three kernels: before, main, after (in any order)."""
+    dims = head_dim, head_dim_v or head_dim
     spec = SPECS[name]
     path = write_program(
         emit_program(spec, facts(spec), need_lse=True, gradient=True, learned=learned), f"bwd_{name}", folder
@@ -60,8 +66,8 @@ def kernels(
     module = sys.modules[path.stem] = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
     compiled = build_backward(
-        module, "bfloat16", head_dim, head_dim, 1, aux=tuple((a.dtype, a.ndim) for a in spec.aux),
-        tile_m=backward_tile_m(head_dim, head_dim, spec, torch.bfloat16, bool(learned)),
+        module, "bfloat16", *dims, 1, aux=tuple((a.dtype, a.ndim) for a in spec.aux),
+        tile_m=backward_tile_m(*dims, spec, torch.bfloat16, bool(learned)),
         options=f"--keep-cubin --dump-dir={folder}", **options,
     )  # fmt: skip
     result: list[list[tuple[int, str]]] = []
@@ -102,6 +108,22 @@ def test_gradients_of_captured_tensors_compile(name, head_dim, tmp_path):
     assert opcodes["WARPGROUP"] <= 10, "ptxas has serialised the wgmma"
     assert opcodes["REDG"] == additions + (4 if head_dim == 128 else 0)
     assert sass.spills(main) <= (spills if head_dim == 128 else 0)
+
+
+@pytest.mark.parametrize("dims", [(80, 80), (96, 64), (64, 128)])
+def test_other_head_dims_compile(dims, tmp_path):
+    code = kernels("causal", dims[0], tmp_path, head_dim_v=dims[1])
+    main = max(code, key=len)
+    assert Counter(sass.opcode(text) for _, text in main)["WARPGROUP"] <= 10
+    assert sum(map(sass.spills, code)) == 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_kernels_compile(head_dim, tmp_path):
+    code = kernels("causal", head_dim, tmp_path, deterministic=True)
+    main = max(code, key=len)
+    assert Counter(sass.opcode(text) for _, text in main)["WARPGROUP"] <= 10
+    assert sum(map(sass.spills, code)) == 0
 
 
 def test_a_gradient_of_the_lse_compiles(tmp_path):

@@ -12,7 +12,7 @@ Call signature of `compiled`, as that of the forward (build.py), whose rules for
     dk, dv  (B, Hkv * splits, Sk, D or Dv): written; each of `splits` heads in a row, a divisor of the group, has the
             gradient through its share of the query heads of one key head
     stats        (B * Hq * num_m * 2, tile_m) float32, contiguous, and
-    accumulator  (B * Hq * num_m, tile_m * D) float32, contiguous: scratch, where num_m = ceil(Sq / tile_m)
+    accumulator  (B * Hq * num_m, tile_m * padded D) float32, contiguous: scratch, where num_m = ceil(Sq / tile_m)
     turns        (B * Hq * num_m, 2) int32, contiguous: scratch of a deterministic kernel, None for others
     learned      tuple of float32 tensors, innermost stride 1: the gradients of the aux tensors in the program's LEARNED
             slots are added to them; of the shapes of these, (1,) for a scalar; None without such slots
@@ -81,7 +81,7 @@ def build_backward(
         dynamic_tensor(Float32, 3) if grad_lse else None,
         *(operand(element, n) for n in (head_dim, head_dim, head_dim_v)),
         _rows(tile_m),
-        _rows(tile_m * head_dim),
+        _rows(tile_m * bwd.tile_d),
         make_fake_tensor(Int32, (cute.sym_int32(), 2), (2, 1)) if deterministic else None,
         _learned_operands(aux, bwd.program.learned),
         Float32(1.0),

@@ -207,7 +207,7 @@ class BwdConsumer(TraceObject):
 
     @cute.jit
     def wait_for_turn(self, turns: cute.Tensor, row: Int32, n: Int32):
-        """Until all key tiles before n have added their dQ."""
+        """Until all key tiles behind n have added their dQ."""
         if self.lane == 0:
             turn = cute.arch.load(turns[row, None].iterator + self.wg, Int32, sem="acquire", scope="gpu")
             while turn != n:
@@ -215,13 +215,14 @@ class BwdConsumer(TraceObject):
         cute.arch.barrier(barrier_id=_TURN_BARRIER + self.wg, number_of_threads=128)
 
     @cute.jit
-    def pass_turn(self, turns: cute.Tensor, row: Int32, at: cutlass.Constexpr, m: Int32, n: Int32):
-        """Let the next key tile add its dQ to this row."""
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.barrier(barrier_id=_TURN_BARRIER + self.wg, number_of_threads=128)
-        if self.lane == 0:
-            following = next_visitor(self.bwd, self.ctx, at.b, at.h, m, n + 1)
-            cute.arch.store(turns[row, None].iterator + self.wg, following, sem="release", scope="gpu")
+    def pass_turn(self, turns: cute.Tensor, row: Int32, at: cutlass.Constexpr, m: Int32, n: Int32, added: Boolean):
+        """Let the next key tile add its dQ to this row, if `added`."""
+        if added:
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.barrier(barrier_id=_TURN_BARRIER + self.wg, number_of_threads=128)
+            if self.lane == 0:
+                following = next_visitor(self.bwd, self.ctx, at.b, at.h, m, n - 1)
+                cute.arch.store(turns[row, None].iterator + self.wg, following, sem="release", scope="gpu")
 
     def add_dq(self, accumulator: cute.Tensor, row: Int32) -> None:
         """Add dQ to one row of the fp32 accumulator, in the order of the registers: [register / 4][thread][4]."""
@@ -232,12 +233,14 @@ class BwdConsumer(TraceObject):
             values = tuple(dq[4 * chunk + i] for i in range(4))
             ops.add_to_memory(address + chunk * (_CONSUMERS * 16), values)
 
-    def step(self, at: KeyCoordinates, m: Int32, row: Int32, ring: tuple, full: Boolean, scratch: tuple) -> None:
+    def step(
+        self, at: KeyCoordinates, m: Int32, row: Int32, ring: tuple, full: Boolean, scratch: tuple, later: Boolean
+    ) -> None:
         """One query tile.
 
         Args:
             row: of the accumulator of dQ and of the turns. ring: slot of Q and dO, its phase, slot of dS.
-            full: run without the mask. scratch: accumulator of dQ, turns.
+            full: run without the mask. scratch: accumulator of dQ, turns. later: there was one before, for this head.
         """
         bars, (index, phase, slot), (accumulator, turns) = self.bars, ring, scratch
         cute.arch.mbarrier_wait(bars.q_full + index, phase)
@@ -247,6 +250,8 @@ class BwdConsumer(TraceObject):
         warpgroup.wait_group(1)
         self.probabilities_of(at, m, index, full)
         issue_gemm(self.mma_dv, self.dv, self.p_half, self.do_t[None, None, None, index], zero=False)
+        if turns is not None:  # by now the additions of the tile before have arrived
+            self.pass_turn(turns, row - 1, at, m - 1, at.n, later)
         warpgroup.wait_group(1)
         self.score_gradients(at, m, index)
         self.share(slot)
@@ -257,8 +262,6 @@ class BwdConsumer(TraceObject):
         if turns is not None:
             self.wait_for_turn(turns, row, at.n)
         self.add_dq(accumulator, row)
-        if turns is not None:
-            self.pass_turn(turns, row, at, m, at.n)
         warpgroup.wait_group(0)
         self.release(bars.q_empty + index)
 
@@ -282,7 +285,7 @@ class BwdConsumer(TraceObject):
     ):
         if key < self.ctx.seqlen_k:
             address = target[b, head, key, None].iterator.toint() + cutlass.Int64(4 * (self.lane % 4))
-            for j in cutlass.range_constexpr(cute.size(values) // 4):
+            for j in cutlass.range_constexpr(target.shape[3] // 8):
                 low, high = values[4 * j + 2 * r] * factor, values[4 * j + 2 * r + 1] * factor
                 ops.vector_at(address + 16 * j, Int32, 1)[0] = ops.pack_half2(low, high, self.bwd.dtype)
 
@@ -318,9 +321,13 @@ def consume(
             consumer.learned.clear()
         for m in cutlass.range(tiles.first, tiles.end, unroll=1):
             row = (b * num_heads + h) * num_m + m
-            consumer.step(at, m, row, (index, phase, slot), tiles.full(m), (accumulator, turns))
+            scratch = (accumulator, turns)
+            consumer.step(at, m, row, (index, phase, slot), tiles.full(m), scratch, m > tiles.first)
             index, phase = advance(index, phase, bwd.num_stages)
             slot = slot ^ 1
+        if cutlass.const_expr(turns is not None):
+            row = (b * num_heads + h) * num_m + tiles.end - 1
+            consumer.pass_turn(turns, row, at, tiles.end - 1, n, tiles.end > tiles.first)
         consumer.flush(at)
     consumer.store(consumer.dk, dk, ctx.softmax_scale, n, slot_of_heads, b)
     consumer.store(consumer.dv, dv, Float32(1.0), n, slot_of_heads, b)

@@ -50,7 +50,8 @@ class RowStatistics(TraceObject):
             cute.autovec_copy(zeros, ops.vector_at(address + Int64((i * THREADS + tidx) * 16), Float32, 4))
         if cutlass.const_expr(self.turns is not None):
             if tidx == 0:
-                first = next_visitor(bwd, self.ctx, b, h, m, Int32(0))
+                last = (self.ctx.seqlen_k - 1) // bwd.tile_n
+                first = next_visitor(bwd, self.ctx, b, h, m, last)
                 self.turns[row, 0] = first
                 self.turns[row, 1] = first
 
@@ -58,14 +59,16 @@ class RowStatistics(TraceObject):
         """sum(out * dO) over 8 elements of a row."""
         total = Float32(0.0)
         values = []
+        parts = self.bwd.head_dim_v // _VECTOR
+        inside = part < parts
         for t in (self.out, self.do):
-            vector = cute.local_tile(t[b, h, q_idx, None], (_VECTOR,), (part,))
+            vector = cute.local_tile(t[b, h, q_idx, None], (_VECTOR,), (ops.imin(part, parts - 1),))
             registers = cute.make_rmem_tensor((_VECTOR,), self.bwd.dtype)
             cute.autovec_copy(vector, registers)
             values.append(registers)
         for i in range(_VECTOR):
             total = ops.fma(Float32(values[0][i]), Float32(values[1][i]), total)
-        return total
+        return ops.select(inside, total, Float32(0.0))
 
     def write(
         self, b: Int32, h: Int32, q_idx: Int32, row: Int32, local: Int32, exists: Boolean, total: Float32
@@ -104,5 +107,6 @@ class QueryGradient(TraceObject):
             if q_idx < seqlen_q:
                 target = self.dq[b, h, q_idx, None].iterator.toint() + Int64(2 * first_column)
                 for j in cutlass.range_constexpr(chunks):
-                    low, high = values[2 * r, j] * factor, values[2 * r + 1, j] * factor
-                    ops.vector_at(target + 16 * j, Int32, 1)[0] = ops.pack_half2(low, high, bwd.dtype)
+                    if first_column + 8 * j < bwd.head_dim:
+                        low, high = values[2 * r, j] * factor, values[2 * r + 1, j] * factor
+                        ops.vector_at(target + 16 * j, Int32, 1)[0] = ops.pack_half2(low, high, bwd.dtype)

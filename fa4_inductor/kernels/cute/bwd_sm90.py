@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from fa4_inductor.kernels.cute.bwd_consumer import BwdConsumer, consume
 from fa4_inductor.kernels.cute.bwd_producer import BwdBarriers, BwdLoads, produce
 from fa4_inductor.kernels.cute.bwd_rows import THREADS, QueryGradient, RowStatistics
-from fa4_inductor.kernels.cute.bwd_tiles import HeadShare
+from fa4_inductor.kernels.cute.bwd_tiles import HeadShare, tile_columns
 from fa4_inductor.kernels.cute.operands import head_major, slab_layout, transposed_stages
 from fa4_inductor.kernels.cute.program import Program, ProgramContext
 
@@ -28,8 +28,9 @@ class BwdSm90:
     """Backward attention for one static configuration; call it inside cute.compile (bwd_build.py has the arguments).
 
     Args:
-        program: module emitted with `gradient`. dtype: cutlass.BFloat16 or Float16. head_dim, head_dim_v: 64 or 128, of
-            the user's tensors. group: query heads per key/value head. tile_m: query rows per tile, 64 or 128.
+        program: module emitted with `gradient`. dtype: cutlass.BFloat16 or Float16. head_dim, head_dim_v: multiples of
+            8 up to 128, of the user's tensors; tiles have 64 or 128 columns, TMA fills those behind the last one with
+            zeros. group: query heads per key/value head. tile_m: query rows per tile, 64 or 128.
 
     dQ of a query tile is split between the warpgroups by rows (tile_m 128) or by columns (64).
     """
@@ -41,7 +42,8 @@ class BwdSm90:
     def __init__(self, program: ModuleType, dtype, head_dim: int, head_dim_v: int, group: int, tile_m: int):
         self.program = Program(program)
         self.dtype, self.group, self.tile_m = dtype, group, tile_m
-        self.tile_d, self.tile_dv = head_dim, head_dim_v
+        self.head_dim, self.head_dim_v = head_dim, head_dim_v
+        self.tile_d, self.tile_dv = tile_columns(head_dim), tile_columns(head_dim_v)
         size = dtype.width // 8
         self.k_bytes = self.tile_n * self.tile_d * size
         self.v_bytes = self.tile_n * self.tile_dv * size
@@ -240,6 +242,8 @@ class BwdSm90:
         smem = self._smem_tensors(storage)
         ctx = ProgramContext(aux, sizes, seqlen_q, seqlen_k, softmax_scale)
         n, slot, b = cute.arch.block_idx()
+        if cutlass.const_expr(turns is not None):  # nobody may wait for a key tile that starts later
+            n = (seqlen_k + self.tile_n - 1) // self.tile_n - 1 - n
         heads = HeadShare(self.group, slot, splits)
         if warp < 4:
             cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)

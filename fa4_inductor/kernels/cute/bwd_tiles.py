@@ -12,6 +12,11 @@ from fa4_inductor.kernels.cute.program import Program, ProgramContext
 from fa4_inductor.kernels.cute.static import TraceObject
 
 
+def tile_columns(head_dim: int) -> int:
+    """Columns of a tile in shared memory and of dQ's accumulator (lowering.backward_config.padded_head_dim)."""
+    return 64 if head_dim <= 64 else 128
+
+
 class HeadShare(TraceObject):
     """The query heads of one CTA: [first, first + count) out of the group of key head `kv_head`.
 
@@ -56,11 +61,10 @@ class QueryTiles(TraceObject):
 
 @cute.jit
 def next_visitor(bwd: cutlass.Constexpr, ctx: cutlass.Constexpr, b: Int32, h: Int32, m: Int32, n: Int32) -> Int32:
-    """The first key tile from n on that visits query tile m; their number if there is none."""
-    num_n = (ctx.seqlen_k + bwd.tile_n - 1) // bwd.tile_n
-    searching = Boolean(n < num_n)
+    """The first key tile from n on, descending, that visits query tile m; -1 if there is none."""
+    searching = Boolean(n >= 0)
     while searching:
         visited = QueryTiles(bwd.program, ctx, b, h, n, bwd.tile_m, bwd.tile_n).visited(m)
-        n = ops.select(visited, n, n + 1)
-        searching = (visited == Boolean(False)) & (n < num_n)
+        n = ops.select(visited, n, n - 1)
+        searching = (visited == Boolean(False)) & (n >= 0)
     return n
