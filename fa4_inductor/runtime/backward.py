@@ -107,7 +107,7 @@ def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> 
         return _by_reference(forward, grad_out, grad_lse)
     splits = _head_splits(batch * k.shape[1] * -(-k.shape[2] // KEYS_PER_TILE), group, q.device)
     grads = _empty_like(q, batch), _empty_like(k, batch, splits), _empty_like(v, batch, splits)
-    stats = q.new_empty((2 * tiles, tile_m), dtype=torch.float32)
+    stats = q.new_empty((4 * tiles, tile_m), dtype=torch.float32)
     accumulator = q.new_empty((tiles, accumulated), dtype=torch.float32)
     turns = q.new_empty((tiles, 2), dtype=torch.int32) if deterministic else None
     bool_aux = any(a.dtype == "bool" for a in spec.aux)

@@ -25,6 +25,9 @@ PROGRAMS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "bias": ("score + aux0[h, q_idx, kv_idx]", "kv_idx <= q_idx", (0,)),
     "bias_of_all": ("score + aux0[0, q_idx, kv_idx]", "True", (0,)),
     "bias_of_batch": ("score + aux1[b, h, q_idx, kv_idx]", "aux4[b, kv_idx]", (1,)),
+    "fills": ("score + aux1[b, h, q_idx, kv_idx]", "True", ()),
+    "fills_that_learn": ("score + aux1[b, h, q_idx, kv_idx]", "kv_idx <= q_idx", (1,)),
+    "fills_by_key": ("score + aux6[b, kv_idx] + aux3[h] * float(kv_idx - q_idx)", "kv_idx <= q_idx", (3,)),
     "capped_bias": ("20.0 * tanh((score + aux0[h, q_idx, kv_idx]) * 0.05)", "kv_idx <= q_idx", (0,)),
     "table": ("score + aux2[0, h, kv_idx - q_idx + seqlen_q + 255, 0]", "True", (2,)),
     "causal_table": ("score + aux2[0, h, kv_idx - q_idx + seqlen_q + 255, 0]", "kv_idx <= q_idx", (2,)),
@@ -76,6 +79,11 @@ def _problem(job: Job, rng: random.Random):
         torch.randn(batch, sk, device="cuda"),
         torch.rand(sq, **like),
     ]
+    if name.startswith("fills"):  # some keys, and all of some rows, as in a padding mask
+        fill = rng.choice((torch.finfo(torch.bfloat16).min, -1e9))
+        rows = torch.rand(batch, 1, sq, 1, device="cuda") < 0.3
+        aux[1].masked_fill_(rows | (torch.rand_like(aux[1][:, :1]) < 0.3), fill)
+        aux[6].masked_fill_(torch.arange(sk, device="cuda") < sk // 3, fill)
     for slot in PROGRAMS[name][2]:
         aux[slot].requires_grad_()
     return make(batch, heads, sq, d), make(batch, kv_heads, sk, d), make(batch, kv_heads, sk, dv), aux
@@ -113,11 +121,12 @@ def _wrong(job: Job, rng: random.Random) -> str:
         out = ATTENTION(*args)
         grad_out = torch.randn_like(out)
         got = torch.autograd.grad(out, wanted, grad_out)
-    q32, k32, v32 = (t.detach().double() for t in (q, k, v))
-    fixed = [t.detach() for t in aux]
-    out32, lse32 = attention_reference(q32, k32, v32, fixed, program, sizes, need_lse=True, dtype=torch.float64)
-    rest = (q32, k32, v32, out32, lse32, fixed, program, sizes)
-    want = backward_reference(grad_out.double(), d_lse, *rest, learned=learned, dtype=torch.float64)
+    # a fill swallows the score in fp32, and must not in fp64
+    wide = torch.float32 if name.startswith("fills") else torch.float64
+    exact, fixed = [t.detach().to(wide) for t in (q, k, v)], [t.detach() for t in aux]
+    out_, lse_ = attention_reference(*exact, fixed, program, sizes, need_lse=True, dtype=wide)
+    rest = (*exact, out_, lse_, fixed, program, sizes)
+    want = backward_reference(grad_out.to(wide), d_lse, *rest, learned=learned, dtype=wide)
     names = ("dq", "dk", "dv", *(f"aux{slot}" for slot in learned))
     for label, operand, a, b in zip(names, wanted, got, want, strict=True):
         if a.shape != operand.shape or a.dtype is not operand.dtype or not bool(a.isfinite().all()):
@@ -170,7 +179,9 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--per-job", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="names of programs, comma separated")
     args = parser.parse_args()
-    checked, failures = sweep(jobs(), args.workers, args.per_job, args.seed)
+    table = [job for job in jobs() if not args.only or job[0] in args.only.split(",")]
+    checked, failures = sweep(table, args.workers, args.per_job, args.seed)
     print(f"{checked} combinations, {len(failures)} failures")
     raise SystemExit(bool(failures))

@@ -22,6 +22,8 @@ def trained(name: str, attn: str = "eager") -> model_zoo.Case:
     for module in case.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
     return case
 
 
@@ -48,6 +50,7 @@ def relative(got: torch.Tensor, truth: torch.Tensor) -> float:
         ("bert", "eager"),
         ("bloom", "eager"),
         ("gpt_oss", "eager"),
+        ("t5", "eager"),
     ],
 )
 def test_gradients_lose_no_more_than_eager(name: str, attn: str) -> None:

@@ -11,7 +11,7 @@ Call signature of `compiled`, as that of the forward (build.py), whose rules for
     dq      (B, Hq, Sq, D): written
     dk, dv  (B, Hkv * splits, Sk, D or Dv): written; each of `splits` heads in a row, a divisor of the group, has the
             gradient through its share of the query heads of one key head
-    stats        (B * Hq * num_m * 2, tile_m) float32, contiguous, and
+    stats        (B * Hq * num_m * 4, tile_m) float32, contiguous, and
     accumulator  (B * Hq * num_m, tile_m * padded D) float32, contiguous: scratch, where num_m = ceil(Sq / tile_m)
     turns        (B * Hq * num_m, 2) int32, contiguous: scratch of a deterministic kernel, None for others
     learned      tuple of float32 tensors, innermost stride 1: the gradients of the aux tensors in the program's LEARNED

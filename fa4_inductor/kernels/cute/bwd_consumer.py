@@ -94,24 +94,28 @@ class BwdConsumer(TraceObject):
         first = m * bwd.tile_m + fragment.thread_column(self.lane)
         for j in range(bwd.tile_m // 8):
             lse = self.statistic(self.smem.lse_pairs, j, index)
+            fills = mask and program.may_fill
+            norm = self.statistic(self.smem.norm_pairs, j, index) if fills else (None, None)
             q_idx = [first + 8 * j + e for e in range(2)]
             rows = [program.row(ctx, at.b, at.h, q, at.u) for q in q_idx]
             for r in range(fragment.ROWS):
                 p = []
                 for e in range(2):
                     i = 4 * j + 2 * r + e
-                    value, weighted = self._element(s[i], lse[e], at.where(q_idx[e], r, rows[e]), mask)
+                    value, weighted = self._element(s[i], lse[e], norm[e], at.where(q_idx[e], r, rows[e]), mask)
                     p.append(value)
                     if not (bwd.keeps_half or self.learned):
                         s[i] = weighted
                 words[2 * j + r] = ops.pack_half2(p[0], p[1], bwd.dtype)
 
-    def _element(self, raw: Float32, lse: Float32, where: tuple, mask: bool) -> tuple[Float32, Float32]:
+    def _element(self, raw: Float32, lse: Float32, norm, where: tuple, mask: bool) -> tuple[Float32, Float32]:
+        """P and P * score'. norm: what the LSE lacks in a row of fills, None where there is no such row."""
         ctx, program = self.ctx, self.bwd.program
         if program.plain:
             p = ops.exp2(ops.fma(raw, self.unit, -lse))
         else:
-            p = ops.exp2(program.score(ctx, raw, *where) - lse)
+            exponent = program.score(ctx, raw, *where) - lse
+            p = ops.exp2(exponent if norm is None else ops.fmin(exponent, Float32(0.0)) - norm)
         keep = None
         if mask:
             keep = where[3] < ctx.seqlen_k
@@ -293,6 +297,7 @@ class BwdConsumer(TraceObject):
 @cute.jit
 def consume(
     consumer: cutlass.Constexpr,
+    stats: cute.Tensor,
     accumulator: cute.Tensor,
     turns,
     dk: cute.Tensor,
@@ -321,8 +326,10 @@ def consume(
             consumer.learned.clear()
         for m in cutlass.range(tiles.first, tiles.end, unroll=1):
             row = (b * num_heads + h) * num_m + m
-            scratch = (accumulator, turns)
-            consumer.step(at, m, row, (index, phase, slot), tiles.full(m), scratch, m > tiles.first)
+            scratch, full = (accumulator, turns), tiles.full(m)
+            if cutlass.const_expr(bwd.program.may_fill):  # rows of fills take the way of tiles with a mask
+                full = full & (stats[bwd.stat_rows * row + 3, 0] == 0.0)
+            consumer.step(at, m, row, (index, phase, slot), full, scratch, m > tiles.first)
             index, phase = advance(index, phase, bwd.num_stages)
             slot = slot ^ 1
         if cutlass.const_expr(turns is not None):

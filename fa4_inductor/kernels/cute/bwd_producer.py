@@ -99,8 +99,11 @@ def produce(
             q_full, do_full = bars.q_full + index, bars.do_full + index
             _acquire(q_full, bars.q_empty + index, phase, bwd.q_bytes)
             load_q(m, index, q_full)
-            loads.statistic(2 * row, loads.smem.lse, index, q_full)
+            first = bwd.stat_rows * row
+            loads.statistic(first, loads.smem.lse, index, q_full)
+            if cutlass.const_expr(bwd.program.may_fill):
+                loads.statistic(first + 2, loads.smem.norm, index, q_full)
             _acquire(do_full, bars.do_empty + index, phase, bwd.do_bytes)
             load_do(m, index, do_full)
-            loads.statistic(2 * row + 1, loads.smem.delta, index, do_full)
+            loads.statistic(first + 1, loads.smem.delta, index, do_full)
             index, phase = advance(index, phase, bwd.num_stages)

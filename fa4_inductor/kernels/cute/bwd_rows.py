@@ -17,8 +17,8 @@ class RowStatistics(TraceObject):
     """One CTA per query tile: `stats` rows [LSE in log2 units], [delta], and a dQ accumulator of zeros. With `turns`,
     the key tile whose dQ comes first, once per consumer warpgroup.
 
-    delta = rowsum(out * dO) - dLSE. Rows that keep nothing or nothing but fills, and rows behind the last one, get an
-    LSE of +inf, so that their P is 0.
+    delta = rowsum(out * dO) - dLSE. Rows that keep nothing, and rows behind the last one, get an LSE of +inf, so that
+    their P is 0; those of nothing but fills, too, until `bwd_fills.FillRows` knows better.
     """
 
     def __init__(self, bwd, ctx, out, do, lse, grad_lse, stats, accumulator, turns):
@@ -75,11 +75,14 @@ class RowStatistics(TraceObject):
     ) -> None:
         """LSE and delta of one row."""
         lse = self.lse[b, h, q_idx]
-        alive = exists & (lse > LOWEST_SHIFT)
+        alive = has_keys = exists & (lse > LOWEST_SHIFT)
+        if self.bwd.program.may_fill:  # `FillRows` replaces the LSE of rows of fills
+            has_keys = exists & (lse > -Float32.inf)
         if self.grad_lse is not None:
             total = total - self.grad_lse[b, h, q_idx]
-        self.stats[2 * row, local] = ops.select(alive, lse * ops.LOG2_E, Float32.inf)
-        self.stats[2 * row + 1, local] = ops.select(alive, total, Float32(0.0))
+        first = self.bwd.stat_rows * row
+        self.stats[first, local] = ops.select(alive, lse * ops.LOG2_E, Float32.inf)
+        self.stats[first + 1, local] = ops.select(has_keys, total, Float32(0.0))
 
 
 class QueryGradient(TraceObject):

@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from fa4_inductor.kernels.cute.bwd_consumer import BwdConsumer, consume
+from fa4_inductor.kernels.cute.bwd_fills import FillRows
 from fa4_inductor.kernels.cute.bwd_producer import BwdBarriers, BwdLoads, produce
 from fa4_inductor.kernels.cute.bwd_rows import THREADS, QueryGradient, RowStatistics
 from fa4_inductor.kernels.cute.bwd_tiles import HeadShare, tile_columns
@@ -47,7 +48,8 @@ class BwdSm90:
         size = dtype.width // 8
         self.k_bytes = self.tile_n * self.tile_d * size
         self.v_bytes = self.tile_n * self.tile_dv * size
-        self.q_bytes = tile_m * (self.tile_d * size + 4)
+        self.stat_rows = 4 if self.program.may_fill else 2  # LSE, delta and, for fills, norm and a flag
+        self.q_bytes = tile_m * (self.tile_d * size + (8 if self.program.may_fill else 4))
         self.do_bytes = tile_m * (self.tile_dv * size + 4)
         self.dq_by_rows = tile_m == 128
         self.keeps_half = tile_m == 128 and dtype is cutlass.BFloat16 and not self.program.has_score_grad
@@ -94,6 +96,7 @@ class BwdSm90:
             "q_bars": bars,
             "do_bars": bars,
             "lse": buffer(self.num_stages * self.tile_m, Float32),
+            "norm": buffer(self.num_stages * self.tile_m if self.program.may_fill else 2, Float32),
             "delta": buffer(self.num_stages * self.tile_m, Float32),
             **{name: buffer(cute.cosize(layout)) for name, layout in vars(layouts).items()},
         }
@@ -127,9 +130,10 @@ class BwdSm90:
         num_n = (seqlen_k + self.tile_n - 1) // self.tile_n
         rows = [num_m, num_heads, batch]
         lengths = (seqlen_q, seqlen_k)
-        self.before(out, do, lse, grad_lse, stats, accumulator, turns, aux, sizes, num_m, num_heads, *lengths).launch(
-            grid=rows, block=[THREADS, 1, 1], stream=stream
-        )
+        scratch = (stats, accumulator, turns)
+        self.before(
+            q, k, out, do, lse, grad_lse, *scratch, softmax_scale, aux, sizes, num_m, num_heads, *lengths
+        ).launch(grid=rows, block=[THREADS, 1, 1], stream=stream)
         layouts = self.layouts()
         slab = [0, 1]
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -170,6 +174,8 @@ class BwdSm90:
     @cute.kernel
     def before(
         self,
+        q: cute.Tensor,
+        k: cute.Tensor,
         out: cute.Tensor,
         do: cute.Tensor,
         lse: cute.Tensor,
@@ -177,6 +183,7 @@ class BwdSm90:
         stats: cute.Tensor,
         accumulator: cute.Tensor,
         turns,
+        softmax_scale: Float32,
         aux,
         sizes,
         num_m: Int32,
@@ -185,9 +192,12 @@ class BwdSm90:
         seqlen_k: Int32,
     ):
         m, h, b = cute.arch.block_idx()
-        ctx = ProgramContext(aux, sizes, seqlen_q, seqlen_k, Float32(1.0))
+        ctx = ProgramContext(aux, sizes, seqlen_q, seqlen_k, softmax_scale)
         rows = RowStatistics(self, ctx, out, do, lse, grad_lse, stats, accumulator, turns)
-        rows(m, h, b, (b * num_heads + h) * num_m + m)
+        row = (b * num_heads + h) * num_m + m
+        rows(m, h, b, row)
+        if cutlass.const_expr(self.program.may_fill):
+            FillRows(self, ctx, q, k, lse, stats)(m, h, b, row)
 
     @cute.kernel
     def after(
@@ -255,7 +265,7 @@ class BwdSm90:
             tidx, _, _ = cute.arch.thread_idx()
             wg = cute.arch.make_warp_uniform(tidx // 128 - 1)
             consumer = BwdConsumer(self, ctx, bars, smem, wg, tidx % 128, learned)
-            consume(consumer, accumulator, turns, dk, dv, n, heads, slot, b, num_m, num_heads)
+            consume(consumer, stats, accumulator, turns, dk, dv, n, heads, slot, b, num_m, num_heads)
 
     def _smem_tensors(self, storage) -> SimpleNamespace:
         tensors = {
@@ -264,7 +274,7 @@ class BwdSm90:
         }
         rows = cute.make_layout((self.tile_m, self.num_stages))
         pairs = cute.make_layout((self.tile_m // 2, self.num_stages))
-        for name in ("lse", "delta"):
+        for name in ("lse", "delta", "norm") if self.program.may_fill else ("lse", "delta"):
             tensors[name] = getattr(storage, name).get_tensor(rows)
             pointer = cute.recast_ptr(tensors[name].iterator, dtype=Int64)
             tensors[f"{name}_pairs"] = cute.make_tensor(pointer, pairs)
