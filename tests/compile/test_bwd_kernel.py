@@ -31,7 +31,7 @@ SPECS = {
     ),
 }
 LEARNED = {
-    "bias": ("score + aux0[h, q_idx, kv_idx]", 0, 4 + 32, 49),
+    "bias": ("score + aux0[h, q_idx, kv_idx]", 0, 4 + 32, 56),
     "table": ("score + aux1[0, h, kv_idx - q_idx + seqlen_q + 255, 0]", 1, 4 + 18, 81),
     "temperature": ("score * aux2[()]", 2, 4 + 1, 0),
     "keys": ("score + aux3[b, kv_idx]", 3, 4 + 2, 6),
@@ -108,6 +108,12 @@ def test_gradients_of_captured_tensors_compile(name, head_dim, tmp_path):
     assert opcodes["WARPGROUP"] <= 10, "ptxas has serialised the wgmma"
     assert opcodes["REDG"] == additions + (4 if head_dim == 128 else 0)
     assert sass.spills(main) <= (spills if head_dim == 128 else 0)
+
+
+def test_rows_of_fills_compile(tmp_path):
+    code = kernels("bias", 128, tmp_path)
+    assert sum(map(sass.spills, code)) <= 8
+    assert sorted(Counter(sass.opcode(text) for _, text in part)["MUFU"] > 1 for part in code) == [False, True, True]
 
 
 @pytest.mark.parametrize("dims", [(80, 80), (96, 64), (64, 128)])
