@@ -116,6 +116,9 @@ def supports_cute(spec: AttentionSpec, facts: AttentionFacts, operands: Operands
     large = next((n for n in _nodes(spec) if n.is_const and n.kind is Kind.INT and abs(n.value) >= INT_LIMIT), None)
     if large is not None:
         return _no(DeclineReason.UNSUPPORTED_PROGRAM, f"the integer {large.value} does not fit into int32 arithmetic")
+    if operands.needs_grad and (what := backward_config.untried(head_dims, operands.learned_aux, spec, facts)):
+        detail = f"{what}: not tried on a GPU yet; {backward_config.ENABLED_BY}=1 lets the kernel do it"
+        return _no(DeclineReason.NEEDS_GRAD, detail)
     return Supported("cute")
 
 

@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from fa4_inductor import model_zoo
+from fa4_inductor.lowering import backward_config
 from tests.models.helpers import counters, fused
 
 CUTE = {"implementation": "cute", "strict": True}
+
+
+@pytest.fixture(autouse=True)
+def _untried_too(monkeypatch):
+    monkeypatch.setenv(backward_config.ENABLED_BY, "1")
 
 
 def trained(name: str, attn: str = "eager") -> model_zoo.Case:
