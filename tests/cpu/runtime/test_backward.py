@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from fa4_inductor.kernels.graph_aux import eager_aux
+from fa4_inductor.lowering.prepare import prepare
 from fa4_inductor.runtime.ops import ATTENTION, ATTENTION_WITH_LSE
 from fa4_inductor.spec import AttentionSpec, AuxSpec, parse_expr
 
@@ -200,3 +202,21 @@ def test_under_inductor_with_dynamic_lengths():
         got = torch.autograd.grad(compiled(q, k, v, aux[0]).square().sum(), wanted)
         want = eager(q * 2, k, v, aux, length + 1).square().sum()
         torch.testing.assert_close(got, torch.autograd.grad(want, wanted), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "score", ["score + aux0[minimum(abs(kv_idx - q_idx), 3), h]", "score * aux0[kv_idx - q_idx + 5, h]"]
+)
+def test_gradients_reach_what_a_table_was_made_of(score):
+    """The kernel gets the table of distances that the graph computes, and autograd takes its gradient from there."""
+    aux_spec = (AuxSpec("float32", 2),)
+    program = AttentionSpec(0.3, score=parse_expr(score, aux_spec), aux=aux_spec)
+    prepared = prepare(program)
+    assert prepared.tables
+    q, k, v, _ = operands(torch.float32)
+    weight = torch.randn(12, 4).requires_grad_()
+    tables = eager_aux(prepared, q, k, [weight])
+    got = ATTENTION(q, k, v, tables, prepared.spec.text, [], "reference")
+    want = ATTENTION(q, k, v, [weight], program.text, [], "reference")
+    got, want = (torch.autograd.grad(out.square().sum(), (q, k, v, weight)) for out in (got, want))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
