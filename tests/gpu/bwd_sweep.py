@@ -10,8 +10,8 @@ import os
 import random
 import time
 import traceback
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+
+import fwd_sweep
 
 Job = tuple[str, str, int, int, int, bool]
 
@@ -163,17 +163,6 @@ def run_job(job: Job, count: int, seed: int) -> tuple[Job, int, list[str], float
     return job, count, failures, time.time() - started
 
 
-def sweep(table: list[Job], workers: int, per_job: int, seed: int) -> tuple[int, list[str]]:
-    """Run these jobs; returns (combinations checked, failures)."""
-    checked, failures = 0, []
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for job, count, wrong, took in pool.map(run_job, table, [per_job] * len(table), [seed] * len(table)):
-            checked += count
-            failures += [f"{job}: {text}" for text in wrong]
-            print(f"{'FAIL' if wrong else 'ok':4s} {job} {took:.1f}s {wrong[:1]}", flush=True)
-    return checked, failures
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, default=12)
@@ -182,6 +171,6 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="", help="names of programs, comma separated")
     args = parser.parse_args()
     table = [job for job in jobs() if not args.only or job[0] in args.only.split(",")]
-    checked, failures = sweep(table, args.workers, args.per_job, args.seed)
+    checked, failures = fwd_sweep.sweep(table, args.workers, args.per_job, args.seed, run_job)
     print(f"{checked} combinations, {len(failures)} failures")
     raise SystemExit(bool(failures))

@@ -9,8 +9,10 @@ import argparse
 import random
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 
 Job = tuple[str, str, int, int, int, bool, tuple[tuple[str, object], ...]]
 
@@ -87,11 +89,13 @@ def run_job(job: Job, count: int, seed: int) -> tuple[Job, int, list[str], float
     return job, count, failures, built
 
 
-def sweep(table: list[Job], workers: int, per_job: int, seed: int) -> tuple[int, list[str]]:
-    """Run these jobs; returns (combinations checked, failures)."""
+def sweep(
+    table: list[Any], workers: int, per_job: int, seed: int, run: Callable[..., Any] = run_job
+) -> tuple[int, list[str]]:
+    """Run these jobs; returns (combinations checked, failures). run: as `run_job`."""
     checked, failures = 0, []
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for job, count, wrong, built in pool.map(run_job, table, [per_job] * len(table), [seed] * len(table)):
+        for job, count, wrong, built in pool.map(run, table, [per_job] * len(table), [seed] * len(table)):
             checked += count
             failures += [f"{job}: {text}" for text in wrong]
             print(f"{'FAIL' if wrong else 'ok':4s} {job} build {built:.1f}s {wrong[:1]}", flush=True)
