@@ -30,8 +30,8 @@ FOUND = 9
 def jobs() -> list[tuple[Any, ...]]:
     """(program, dtype, head_dim, head_dim_v, group, need_lse, overrides): each code path of the kernels once.
 
-    racecheck fails inside itself on kernels with three consumer warpgroups and on some others, sometimes not where tiles
-    are narrower (engineering log, entries 66 and 74). It does not see reads against writes of TMA.
+    racecheck fails inside itself on kernels with three consumer warpgroups and on some others, sometimes not where
+    tiles are narrower (engineering log, entries 66 and 74). It does not see reads against writes of TMA.
     """
     narrow = (("tile_n", 64),)
     return [
