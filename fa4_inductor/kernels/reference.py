@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fa4_inductor.kernels import philox
 from fa4_inductor.kernels.contract import bshd, no_lse, widened
 from fa4_inductor.spec import AttentionSpec, EmptyRow, Expr
 from fa4_inductor.spec.interpret import Env, evaluate
@@ -52,7 +53,9 @@ def attention_reference(
         score = full(spec.score, Env(names, aux), shape, dtype)
         keep = full(spec.keep, Env(names, aux), shape, torch.bool)
         sink = None if spec.sink is None else full(spec.sink, Env(names, aux), (*shape[:3], 1), dtype)
-        out[:, h, rows], lse[:, h, rows] = _softmax_times_v(score, keep, sink, values, spec.empty_row)
+        out[:, h, rows], lse[:, h, rows] = _softmax_times_v(
+            score, keep, sink, values, spec.empty_row, dropout_factor(spec, names, aux, heads, dtype)
+        )
     return bshd(out, q.dtype), lse if need_lse else no_lse(q)
 
 
@@ -88,10 +91,24 @@ def full(expr: Expr, env: Env, shape: tuple[int, ...], dtype: torch.dtype) -> to
     return value.expand(shape)
 
 
+def dropout_factor(
+    spec: AttentionSpec, names: dict[str, Any], aux: Sequence[torch.Tensor], heads: int, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What dropout multiplies the probabilities (B, H, Sq, Sk) with: 0 or 1 / (1 - p). heads: all query heads."""
+    if spec.dropout is None:
+        return None
+    p, indices = spec.dropout.p, [names[name] for name in ("b", "h", "q_idx", "kv_idx")]
+    if p == 1.0:
+        return torch.zeros((), dtype=dtype, device=indices[0].device)
+    return philox.kept(aux[spec.dropout.slot], p, heads, *indices).to(dtype) / (1.0 - p)
+
+
 def _softmax_times_v(
-    score: torch.Tensor, keep: torch.Tensor, sink: torch.Tensor | None, v: torch.Tensor, empty_row: EmptyRow
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (B, H, Sq, Dv) and lse (B, H, Sq); score, keep (B, H, Sq, Sk), sink (B, H, Sq, 1), v (B or 1, H, Sk, Dv)."""
+    score: torch.Tensor, keep: torch.Tensor, sink: torch.Tensor | None, v: torch.Tensor, empty_row: EmptyRow,
+    factor: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out (B, H, Sq, Dv) and lse (B, H, Sq); score, keep, factor (B, H, Sq, Sk), sink (B, H, Sq, 1), v (B or 1, H, Sk,
+    Dv)."""
     seqlen_k = score.shape[-1]
     score = score.masked_fill(~keep, -torch.inf)
     logits = score if sink is None else torch.cat([score, sink], dim=-1)
@@ -103,9 +120,12 @@ def _softmax_times_v(
     p = torch.exp(logits - row_max)
     row_sum = p.sum(dim=-1, keepdim=True)
     lse = (row_max + torch.log(row_sum)).squeeze(-1)
-    out = _weigh(p[..., :seqlen_k] / row_sum.masked_fill(empty[..., None], 1.0), v)
+    p = p[..., :seqlen_k] / row_sum.masked_fill(empty[..., None], 1.0)
+    out = _weigh(p if factor is None else p * factor, v)
     if seqlen_k and sink is None and empty_row is not EmptyRow.ZERO:
         fill = v.new_tensor(torch.nan) if empty_row is EmptyRow.NAN else v.mean(dim=-2, keepdim=True)
+        if factor is not None and empty_row is EmptyRow.MEAN:  # each key has 1 / Sk, and dropout drops some
+            fill = _weigh((factor / seqlen_k).expand_as(score), v)
         out = torch.where(empty[..., None], fill, out)
     return out, lse
 

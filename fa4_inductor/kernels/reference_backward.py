@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fa4_inductor.kernels.contract import bshd, widened
-from fa4_inductor.kernels.reference import chunks, full, names_of
+from fa4_inductor.kernels.reference import chunks, dropout_factor, full, names_of
 from fa4_inductor.lowering.derive import derivative_by, learned_loads, score_derivative
 from fa4_inductor.spec import AttentionSpec, EmptyRow, Expr
 from fa4_inductor.spec.interpret import Env, evaluate
@@ -46,6 +46,7 @@ def backward_reference(
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     dk = torch.zeros((batch, *k.shape[1:]), dtype=dtype, device=q.device)
     dv = torch.zeros((batch, *v.shape[1:]), dtype=dtype, device=q.device)
+    mean_rows = spec.sink is None and spec.empty_row is EmptyRow.MEAN and seqlen_k > 0
     delta = (out.to(dtype) * grad_out.to(dtype)).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse.to(dtype)
@@ -61,7 +62,13 @@ def backward_reference(
         names["score"] = queries @ keys.transpose(-1, -2) * spec.softmax_scale
         env, shape = Env(names, aux), tuple(names["score"].shape)
         p, kept = _probabilities(spec, env, shape, lse[:, h, rows, None].to(dtype))
-        ds = p * (grads @ values.transpose(-1, -2) - delta[:, h, rows, None])
+        dp, weights = grads @ values.transpose(-1, -2), p
+        factor = dropout_factor(spec, names, aux, heads, dtype)
+        if factor is not None:
+            dp, weights = dp * factor, p * factor
+            if mean_rows:
+                weights = torch.where(lse[:, h, rows, None] == -torch.inf, factor / seqlen_k, weights)
+        ds = p * (dp - delta[:, h, rows, None])
         for load in loads:
             values = ds * full(derivative_by(spec.score, load), env, shape, dtype)
             add_to_elements(totals[load.value], load, values.masked_fill(~kept, 0.0), env)
@@ -70,8 +77,8 @@ def backward_reference(
         dq[:, h, rows] = ds @ keys
         for i, kv_head in enumerate(kv_heads.tolist()):
             dk[:, kv_head] += ds[:, i].transpose(-1, -2) @ queries[:, i]
-            dv[:, kv_head] += p[:, i].transpose(-1, -2) @ grads[:, i]
-    if spec.sink is None and spec.empty_row is EmptyRow.MEAN and seqlen_k:
+            dv[:, kv_head] += weights[:, i].transpose(-1, -2) @ grads[:, i]
+    if mean_rows and spec.dropout is None:
         dv += of_mean_rows(grad_out.to(dtype), lse, k.shape[1]) / seqlen_k
     dk, dv = (t if t.shape[0] == like.shape[0] else t.sum(0, keepdim=True) for t, like in ((dk, k), (dv, v)))
     of_aux = (totals[slot].to(dtype_of) for slot, dtype_of in zip(learned, dtypes, strict=True))

@@ -96,6 +96,8 @@ def supports_reference(spec: AttentionSpec, facts: AttentionFacts, operands: Ope
 
 def supports_cute(spec: AttentionSpec, facts: AttentionFacts, operands: Operands, target: Target) -> Support:
     """Hopper, half types, the head dims of the configuration table, programs in int32 and fp32."""
+    if spec.dropout is not None:
+        return _no(DeclineReason.DROPOUT, "only the reference drops probabilities")
     if not target.is_hopper:
         return _no(DeclineReason.UNSUPPORTED_DEVICE, f"the kernel is for sm_90a, this is {target.arch} ({target.name})")
     if operands.dtype not in _HALF:
@@ -124,6 +126,8 @@ def supports_cute(spec: AttentionSpec, facts: AttentionFacts, operands: Operands
 
 def supports_sdpa(spec: AttentionSpec, facts: AttentionFacts, operands: Operands, target: Target) -> Support:
     """score = constant * score + bias, any mask, no sink, and an empty-row contract that SDPA keeps too."""
+    if spec.dropout is not None:
+        return _no(DeclineReason.DROPOUT, "only the reference drops probabilities")
     if operands.dtype not in _FLOATS:
         return _no(DeclineReason.UNSUPPORTED_DTYPE, f"SDPA takes floating point, not {_name(operands.dtype)}")
     if spec.sink is not None:
@@ -162,6 +166,8 @@ def _keeps_empty_rows(spec: AttentionSpec, target: Target) -> bool:
 
 def supports_flex(spec: AttentionSpec, facts: AttentionFacts, operands: Operands, target: Target) -> Support:
     """Any score and mask over captured tensors; sinks through the LSE; rows without keys give zeros."""
+    if spec.dropout is not None:
+        return _no(DeclineReason.DROPOUT, "only the reference drops probabilities")
     if operands.needs_grad:
         return _no(DeclineReason.NEEDS_GRAD, "flex_attention is used without gradients only")
     if operands.dtype not in _FLOATS or (target.device_type == "cuda" and operands.dtype is torch.float64):

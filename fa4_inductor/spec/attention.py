@@ -68,6 +68,22 @@ class TileMap:
     tile_n: int
 
 
+DROPOUT_WORDS = 3
+"""Integers from [0, 2**32) that dropout reads: two words of the Philox key, one that numbers the call."""
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Probabilities are set to 0 with probability `p`, the others divided by 1 - p, before they meet V.
+
+    Which ones is a function of the indices and of aux tensor `slot`, int64 `(DROPOUT_WORDS,)` (`kernels.philox`), drawn
+    anew for every call of every site. Normalisation and LSE know nothing of it.
+    """
+
+    p: float
+    slot: int
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """softmax over kept keys of `score`, times V.
@@ -83,6 +99,7 @@ class AttentionSpec:
         aux: dtypes and ranks of the captured tensors, in slot order.
         num_sizes: number of run-time integers `size0..`.
         tile_map: a map of `keep` among the aux tensors, or None.
+        dropout: what is done to the probabilities, or None.
     """
 
     softmax_scale: float
@@ -93,6 +110,7 @@ class AttentionSpec:
     aux: tuple[AuxSpec, ...] = ()
     num_sizes: int = 0
     tile_map: TileMap | None = None
+    dropout: Dropout | None = None
 
     @property
     def sink_slots(self) -> frozenset[int]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from fa4_inductor.errors import ProgramError
 from fa4_inductor.spec import expr as E
-from fa4_inductor.spec.attention import AttentionSpec, AuxSpec, EmptyRow, TileMap
+from fa4_inductor.spec.attention import AttentionSpec, AuxSpec, Dropout, EmptyRow, TileMap
 from fa4_inductor.spec.ops import BINARY_SYMBOLS, OPS, Kind
 
 VERSION = "fa4/1"
@@ -135,6 +135,8 @@ def print_spec(spec: AttentionSpec) -> str:
     fields["empty_row"] = spec.empty_row.value
     if spec.tile_map is not None:
         fields["tile_map"] = f"aux{spec.tile_map.slot}[{spec.tile_map.tile_m}, {spec.tile_map.tile_n}]"
+    if spec.dropout is not None:
+        fields["dropout"] = f"{float(spec.dropout.p)!r} by aux{spec.dropout.slot}"
     return "; ".join([VERSION, *(f"{name}={text}" for name, text in fields.items())])
 
 
@@ -159,6 +161,7 @@ def parse_spec(text: str) -> AttentionSpec:
             aux=aux,
             num_sizes=int(fields["sizes"]),
             tile_map=_parse_tile_map(fields["tile_map"]) if "tile_map" in fields else None,
+            dropout=_parse_dropout(fields["dropout"]) if "dropout" in fields else None,
         )
     except (KeyError, ValueError) as error:
         raise ProgramError(f"malformed program {text!r}: {error}") from error
@@ -168,6 +171,11 @@ def _parse_tile_map(text: str) -> TileMap:
     slot, _, tile = text.removeprefix("aux").rstrip("]").partition("[")
     tile_m, tile_n = tile.split(", ")
     return TileMap(int(slot), int(tile_m), int(tile_n))
+
+
+def _parse_dropout(text: str) -> Dropout:
+    p, slot = text.split(" by aux")
+    return Dropout(float(p), int(slot))
 
 
 def _parse_aux(text: str) -> AuxSpec:

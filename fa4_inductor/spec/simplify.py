@@ -318,7 +318,8 @@ def simplify_spec(spec: AttentionSpec, ranges: dict[str, Range] | None = None) -
 
 def drop_unused_aux(spec: AttentionSpec) -> tuple[AttentionSpec, tuple[int, ...]]:
     """The spec with the aux slots it reads, renumbered by first use, and the old slot of each."""
-    kept = tuple(dict.fromkeys(n.value for root in _programs(spec) for n in E.walk(root) if n.op == "load"))
+    loads = [n.value for root in _programs(spec) for n in E.walk(root) if n.op == "load"]
+    kept = tuple(dict.fromkeys(loads if spec.dropout is None else [*loads, spec.dropout.slot]))
     if kept == tuple(range(len(spec.aux))):
         return spec, kept
 
@@ -329,7 +330,9 @@ def drop_unused_aux(spec: AttentionSpec) -> tuple[AttentionSpec, tuple[int, ...]
             done[node] = E.load(kept.index(node.value), args, node.kind) if node.op == "load" else E.rebuild(node, args)
         return done[root]
 
-    return dataclasses.replace(_mapped(spec, renumber), aux=tuple(spec.aux[slot] for slot in kept)), kept
+    dropout = spec.dropout and dataclasses.replace(spec.dropout, slot=kept.index(spec.dropout.slot))
+    aux = tuple(spec.aux[slot] for slot in kept)
+    return dataclasses.replace(_mapped(spec, renumber), aux=aux, dropout=dropout), kept
 
 
 def drop_unused_sizes(spec: AttentionSpec) -> tuple[AttentionSpec, tuple[int, ...]]:

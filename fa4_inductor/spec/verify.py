@@ -25,6 +25,11 @@ def verify(spec: AttentionSpec) -> AttentionSpec:
         slot = spec.tile_map.slot
         _expect(0 <= slot < len(spec.aux), f"aux{slot} is not declared")
         _expect(spec.aux[slot] == AuxSpec("int32", 4), f"aux{slot} is no tile map: those are int32 of rank 4")
+    if spec.dropout is not None:
+        slot = spec.dropout.slot
+        _expect(0.0 < spec.dropout.p <= 1.0, f"dropout of {spec.dropout.p}; none at all has no field")
+        _expect(0 <= slot < len(spec.aux), f"aux{slot} is not declared")
+        _expect(spec.aux[slot] == AuxSpec("int64", 1), f"aux{slot} has no words for dropout: those are int64 of rank 1")
     for root in (spec.score, spec.keep, *([spec.sink] if spec.sink is not None else [])):
         for node in walk(root):
             _verify_node(node, spec)
