@@ -66,6 +66,14 @@ def test_masks_are_independent():
         assert abs(agreement - chance) < 6 * (chance * (1 - chance) / count * 2) ** 0.5
 
 
+@pytest.mark.parametrize("dim", range(4))
+def test_no_two_slices_share_their_mask(dim):
+    """Any two batch entries, heads, queries or keys are uncorrelated."""
+    slices = mask(0.5).movedim(dim, 0).flatten(1).double() * 2 - 1
+    correlation = slices @ slices.T / slices.shape[1] - torch.eye(slices.shape[0], dtype=torch.float64)
+    assert correlation.abs().max() < 6 / slices.shape[1] ** 0.5
+
+
 def test_an_element_does_not_depend_on_the_shape():
     assert torch.equal(mask()[:, :, 5:37, 9:100], mask(shape=(2, 4, 37, 100))[:, :, 5:, 9:])
 
