@@ -44,6 +44,11 @@ def backward_tile_m(
     return 128 if narrow and keeps_half_p(spec, dtype) and not learned else 64
 
 
+def asked_for_untried() -> bool:
+    """Whether `ENABLED_BY` is set."""
+    return os.environ.get(ENABLED_BY) == "1"
+
+
 def untried(head_dims: tuple[int, int], learned: bool, spec: AttentionSpec, facts: AttentionFacts) -> str:
     """What a site's gradients need of the kernel that is compiled and read, but has not run on a GPU and has not been
     asked for (`ENABLED_BY`); empty where there is nothing (docs/decisions/0016).
@@ -51,7 +56,7 @@ def untried(head_dims: tuple[int, int], learned: bool, spec: AttentionSpec, fact
     Args:
         learned: captured tensors need gradients, too.
     """
-    if os.environ.get(ENABLED_BY) == "1":
+    if asked_for_untried():
         return ""
     if head_dims not in _TRIED_HEAD_DIMS:
         return f"head dims {head_dims}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fa4_inductor import log
 from fa4_inductor.errors import KernelUnavailable
-from fa4_inductor.lowering.backward_config import KEYS_PER_TILE, backward_tile_m, padded_head_dim
+from fa4_inductor.lowering.backward_config import KEYS_PER_TILE, asked_for_untried, backward_tile_m, padded_head_dim
 from fa4_inductor.runtime.launch import spec_of
 from fa4_inductor.runtime.operands import aligned, kernel_aux
 from fa4_inductor.settings import Settings
@@ -98,8 +98,8 @@ def _by_kernel(forward: _Forward, grad_out: Tensor, grad_lse: Tensor | None) -> 
         log.warn_once("the gradient of q is too large for the backward kernel", "It is computed in eager torch: slow")
         return _by_reference(forward, grad_out, grad_lse)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    if deterministic and forward.learned:
-        log.warn_once("deterministic gradients of captured tensors", "They are computed in eager torch: slow")
+    if deterministic and (forward.learned or not asked_for_untried()):  # the site was chosen without this mode
+        log.warn_once("deterministic gradients of this attention", "They are computed in eager torch: slow")
         return _by_reference(forward, grad_out, grad_lse)
     options = (q.dtype, head_dim, head_dim_v, group, grad_lse is not None, q.device, deterministic, forward.learned)
     kernel = _kernel(forward.program, *options)

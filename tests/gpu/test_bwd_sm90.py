@@ -6,6 +6,7 @@ import torch
 from fa4_inductor.kernels.contract import widened
 from fa4_inductor.kernels.reference import attention_reference
 from fa4_inductor.kernels.reference_backward import backward_reference
+from fa4_inductor.lowering import backward_config
 from fa4_inductor.runtime import launch
 from fa4_inductor.runtime.ops import ATTENTION, ATTENTION_WITH_LSE
 from fa4_inductor.spec import AttentionSpec, AuxSpec, EmptyRow, parse_expr
@@ -41,6 +42,7 @@ SPECS = {
 def strict(monkeypatch):
     """Or a kernel that cannot run would be replaced by the reference it is compared with."""
     monkeypatch.setenv("FA4_INDUCTOR_STRICT", "1")
+    monkeypatch.setenv(backward_config.ENABLED_BY, "1")
     launch.clear_plans()
     torch.manual_seed(5)
 
