@@ -80,7 +80,11 @@ def _of_table(
     kinds = ["lean"] if long_q and not windowed and num_aux <= 1 else []
     kinds += ["bounded"] if bounded and num_aux == 0 else []
     kinds += ["no loads"] if num_aux == 0 else []
-    return _row(kinds, dims) or _row(["loads"], dims) or _SM90["loads", max(dims), max(dims)]
+    return _row(kinds, dims) or _for_all(dims)
+
+
+def _for_all(dims: tuple[int, int]) -> KernelConfig:
+    return _row(["loads"], dims) or _SM90["loads", max(dims), max(dims)]
 
 
 def _row(kinds: list[str], dims: tuple[int, int]) -> KernelConfig | None:
@@ -91,8 +95,7 @@ def _dense(dims: tuple[int, int], long_q: bool, dense_bytes: int) -> KernelConfi
     kinds = ["dense"] if long_q else ["short dense", "dense"]
     config = _row(kinds, dims) if dense_bytes <= _DENSE_BYTES else None
     if config is None:  # registers are for the elements, not for Q
-        config = _row(["loads"], dims) or _SM90["loads", max(dims), max(dims)]
-        config = dataclasses.replace(config, q_in_registers=False)
+        config = dataclasses.replace(_for_all(dims), q_in_registers=False)
     return _with_room(config, dims, dense_bytes)
 
 
